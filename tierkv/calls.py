@@ -1,0 +1,202 @@
+"""The calls between a client and a store: plain data, the same embedded and over the socket.
+
+A *unit* is one (key, part). Units of a call are numbered block-major: unit = block * parts + part.
+Arrays travel as little-endian bytes: keys n x 32, parts m x 10 (`Part.pack`), sizes and runs int64.
+A *run* is (offset, length) in the arena; a frame is one or more runs, `run_counts` says how many for
+each unit, uint16.
+"""
+
+import msgspec
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_UNITS = 65536
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="op"):
+    """Base of all requests."""
+
+
+class Hello(Call, tag="hello"):
+    """First call of a connection. `closed` names earlier sessions of this process that are over."""
+
+    protocol: int
+    client: str
+    closed: tuple[int, ...] = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Answer to Hello; the arena's descriptor comes with it. `epoch` differs for every arena."""
+
+    protocol: int
+    session: int
+    epoch: int
+    arena_bytes: int
+    page_bytes: int
+    max_message_bytes: int
+    max_units: int
+
+
+class MatchCall(Call, tag="match"):
+    """Ask for the longest run of a chain, at no less than `fidelity`, leased in RAM.
+
+    Recomputing n tokens at position p takes linear * n + quadratic * (p * n + n * n / 2) seconds;
+    both 0 means unknown: load whatever there is. `deadline_s` bounds the stage and the lease.
+    """
+
+    namespace: str
+    keys: bytes
+    parts: bytes
+    fidelity: int
+    position: int
+    tokens_per_block: int
+    raw_bytes: int
+    """Raw bytes of one block over all parts."""
+    linear: float = 0.0
+    quadratic: float = 0.0
+    deadline_s: float = 10.0
+
+
+class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """`blocks` are leased under `match`. While `pending`, more are on their way; ask `WaitCall`."""
+
+    match: int
+    blocks: int
+    pending: bool = False
+    eta_s: float = 0.0
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+    staged: int = 0
+    """Blocks that a stage brought up from below for this match, by arrival."""
+    sources: dict[str, int] = {}
+    """Blocks of the answer by the tier they came from."""
+
+
+class WaitCall(Call, tag="wait"):
+    """Wait for a pending match to become final, at most `timeout_s`."""
+
+    match: int
+    timeout_s: float
+
+
+class ReleaseCall(Call, tag="release"):
+    """End a match that will not be fetched, or a transfer. One way; unknown numbers are ignored."""
+
+    match: int = 0
+    transfer: int = 0
+
+
+class GetCall(Call, tag="get"):
+    """Turn the lease of a final match into a transfer of its first `blocks` blocks."""
+
+    match: int
+    blocks: int
+
+
+class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the frames lie; transfer 0: the lease is gone, a miss."""
+
+    transfer: int
+    run_counts: bytes = b""
+    runs: bytes = b""
+
+
+class PutCall(Call, tag="put"):
+    """Offer sealed blocks. `profiles` are those the client can encode; the store picks one."""
+
+    namespace: str
+    fingerprint: bytes
+    keys: bytes
+    parts: bytes
+    raw_bytes: bytes
+    """int64 raw bytes of each part of a block."""
+    fidelity: int
+    position: int
+    tokens_per_block: int
+    profiles: tuple[str, ...] = ("raw",)
+    derived: bool = False
+
+
+class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Which units to write (uint32 unit numbers, ascending) and where; reservation 0: none.
+
+    Each unit's runs hold its frame: `header_bytes` that the store writes at commit, then the payload.
+    """
+
+    reservation: int
+    profile: str = "raw"
+    known: int = 0
+    refused: int = 0
+    units: bytes = b""
+    header_bytes: int = 0
+    run_counts: bytes = b""
+    runs: bytes = b""
+
+
+class CommitCall(Call, tag="commit"):
+    """Make written units visible: int64 payload bytes of each unit in order, 0 gives one up."""
+
+    reservation: int
+    lengths: bytes
+
+
+class AbortCall(Call, tag="abort"):
+    """Give a reservation up."""
+
+    reservation: int
+
+
+class FlushCall(Call, tag="flush"):
+    """Wait until blocks are durable in a lower tier, at most `deadline_s`."""
+
+    namespace: str
+    keys: bytes
+    parts: bytes
+    deadline_s: float
+
+
+class FlushReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One byte per unit: 1 where a durable copy exists."""
+
+    durable: bytes
+
+
+class ClearCall(Call, tag="clear"):
+    """Make every block of a namespace a miss in every tier from the answer on."""
+
+    namespace: str
+
+
+class ClearReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Frames removed and failures by tier; the new minimum generation."""
+
+    generation: int
+    removed: dict[str, int]
+    failed: dict[str, str]
+
+
+class StatCall(Call, tag="stat"):
+    """Ask for the counters and the state of every tier; `probe` tries each medium."""
+
+    probe: bool = False
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Answer to commit and abort: units that became visible."""
+
+    units: int = 0
+
+
+AnyCall = (
+    Hello
+    | MatchCall
+    | WaitCall
+    | ReleaseCall
+    | GetCall
+    | PutCall
+    | CommitCall
+    | AbortCall
+    | FlushCall
+    | ClearCall
+    | StatCall
+)

@@ -1,0 +1,52 @@
+"""Profiles: a codec at one setting, as the core sees it. Encoding itself lives in `tierkv_codecs`.
+
+A codec id names one byte format for ever; a changed format is a new id.
+"""
+
+import msgspec
+
+from tierkv.errors import invalid
+from tierkv.fidelity import Fidelity
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting of a codec.
+
+    `ratio` (raw bytes over payload bytes) and `decode_bps` (raw bytes per second) are expectations
+    that the cost model starts from. `bound_extra` is what a payload may exceed the raw bytes by.
+    """
+
+    name: str
+    number: int
+    codec_id: int
+    fidelity: Fidelity
+    ratio: float
+    decode_bps: float
+    bound_extra: int = 0
+
+
+RAW = Profile(
+    name="raw", number=1, codec_id=1, fidelity=Fidelity.EXACT, ratio=1.0, decode_bps=float("inf")
+)
+LOSSLESS = Profile(
+    name="lossless",
+    number=2,
+    codec_id=2,
+    fidelity=Fidelity.EXACT,
+    ratio=1.45,
+    decode_bps=2.5e9,
+    bound_extra=1024,
+)
+
+PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS)}
+BY_NUMBER = {profile.number: profile for profile in PROFILES.values()}
+BY_CODEC_ID = {profile.codec_id: profile for profile in PROFILES.values()}
+
+
+def profile_of(name: str) -> Profile:
+    """Return the profile of that name. Raises: TierKVError (invalid) naming the known ones."""
+    try:
+        return PROFILES[name]
+    except KeyError:
+        known = ", ".join(sorted(PROFILES))
+        raise invalid(f"profile {name!r} is not known; use one of {known}") from None

@@ -1,0 +1,15 @@
+"""Fidelity: what a copy of a block promises about its values."""
+
+import enum
+
+
+class Fidelity(enum.IntEnum):
+    """Classes in rising order; a reader that asks for one accepts it and everything above.
+
+    The numbers are written in frames (docs/FORMAT.md) and never change meaning.
+    """
+
+    ECONOMY = 1
+    SAFE = 2
+    NEAR_LOSSLESS = 3
+    EXACT = 4

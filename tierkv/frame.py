@@ -1,0 +1,227 @@
+"""Frame: the only thing a tier stores. Header, then payload in 1..n segments (docs/FORMAT.md section 3).
+
+The header alone is enough to refuse a frame. Any prefix of the segments is a valid frame. A frame in
+RAM is unsealed: its segment checksums are zero. `seal` fills them when bytes leave RAM and `verify`
+checks them when they come back. Every length is bounded before anything is allocated from it.
+"""
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import xxhash
+
+from tierkv.errors import invalid
+from tierkv.fidelity import Fidelity
+from tierkv.part import PACKED_BYTES, Part
+
+Buffer: TypeAlias = memoryview | bytearray
+
+MAGIC = b"TKVF"
+VERSION = 1
+MAX_HEADER_BYTES = 4096
+MAX_SEGMENTS = 128
+MAX_PAYLOAD_BYTES = 1 << 30
+HASH_STEP = 1 << 20
+
+LOSSY = 1
+DERIVED = 2
+SEALED = 4
+
+_FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
+_CHECKSUM_AT = _FIXED.size - 8
+_SEGMENT = struct.Struct("<Q16s")
+_ALIGN = 64
+
+CONTENT = slice(16, 168)
+"""Header bytes that name the content and never change while a frame lives; readers compare them."""
+
+
+class Refusal(enum.Enum):
+    """Why bytes are not the frame that was asked for. All are misses."""
+
+    CORRUPT = "corrupt"
+    """Broken bytes: the copy is dropped."""
+    FOREIGN = "foreign"
+    """A sound frame of other content: the copy is dropped."""
+    UNKNOWN = "unknown"
+    """A version, codec or class this release does not know: nothing is dropped."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frame says of itself. `segments` holds payload bytes; `checksums` is empty unless sealed.
+
+    `epoch` ties a frame to the place it lies in (the arena's epoch in RAM, the region's sequence on
+    NVMe, 0 on Redis) and says nothing of content.
+    """
+
+    codec_id: int
+    flags: int
+    fidelity: Fidelity
+    tokens: int
+    position: int
+    generation: int
+    fingerprint: bytes
+    key: bytes
+    namespace: bytes
+    artifact: bytes
+    part: Part
+    raw_bytes: int
+    epoch: int
+    segments: tuple[int, ...]
+    checksums: tuple[bytes, ...] = ()
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the payload."""
+        return header_bytes(len(self.segments))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.segments)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of header and payload."""
+        return self.header_bytes + self.payload_bytes
+
+
+def header_bytes(segments: int) -> int:
+    """Return the header's size for a count of segments: a multiple of 64."""
+    size = _FIXED.size + segments * _SEGMENT.size
+    return (size + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+def payload_bound(raw_bytes: int) -> int:
+    """Return the most payload bytes any codec may make of raw bytes."""
+    return raw_bytes + raw_bytes // 64 + 4096
+
+
+def pack(header: Header) -> bytes:
+    """Return the header's bytes. Raises: TierKVError (invalid) when a length is out of bounds."""
+    count = len(header.segments)
+    if not 1 <= count <= MAX_SEGMENTS or header.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise invalid(
+            f"a frame has 1 to {MAX_SEGMENTS} segments of at most {MAX_PAYLOAD_BYTES} bytes in all, "
+            f"not {count} of {header.payload_bytes}"
+        )
+    size = header_bytes(count)
+    flags = header.flags | SEALED if header.checksums else header.flags & ~SEALED
+    out = bytearray(size)
+    _FIXED.pack_into(
+        out, 0, MAGIC, VERSION, size, header.codec_id, flags, header.fidelity, 0, count,
+        header.tokens, header.position, header.generation, header.fingerprint, header.key,
+        header.namespace, header.artifact, header.part.pack(), header.raw_bytes,
+        header.payload_bytes, header.epoch, 0,
+    )  # fmt: skip
+    checksums = header.checksums or (bytes(16),) * count
+    for number, (length, checksum) in enumerate(zip(header.segments, checksums, strict=True)):
+        _SEGMENT.pack_into(out, _FIXED.size + number * _SEGMENT.size, length, checksum)
+    struct.pack_into("<Q", out, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(out))
+    return bytes(out)
+
+
+def parse(data: Buffer | bytes) -> Header | Refusal:
+    """Read a header from the first bytes of a frame; never reads past `MAX_HEADER_BYTES`."""
+    if len(data) < _FIXED.size:
+        return Refusal.CORRUPT
+    fields = _FIXED.unpack_from(data)
+    magic, version, size, codec_id, flags, fidelity, zero, count = fields[:8]
+    if magic != MAGIC:
+        return Refusal.CORRUPT
+    if version != VERSION:
+        return Refusal.UNKNOWN
+    if not 1 <= count <= MAX_SEGMENTS or size != header_bytes(count) or size > len(data):
+        return Refusal.CORRUPT
+    raw = bytearray(data[:size])
+    raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
+    if xxhash.xxh3_64_intdigest(raw) != fields[-1] or zero:
+        return Refusal.CORRUPT
+    try:
+        known_fidelity = Fidelity(fidelity)
+    except ValueError:
+        return Refusal.UNKNOWN
+    segments, checksums = _parse_segments(raw, count)
+    raw_bytes, payload_bytes = fields[16], fields[17]
+    if sum(segments) != payload_bytes or payload_bytes > min(
+        payload_bound(raw_bytes), MAX_PAYLOAD_BYTES
+    ):
+        return Refusal.CORRUPT
+    return Header(
+        codec_id=codec_id,
+        flags=flags & ~SEALED,
+        fidelity=known_fidelity,
+        tokens=fields[8],
+        position=fields[9],
+        generation=fields[10],
+        fingerprint=fields[11],
+        key=fields[12],
+        namespace=fields[13],
+        artifact=fields[14],
+        part=Part.unpack(fields[15]),
+        raw_bytes=raw_bytes,
+        epoch=fields[18],
+        segments=segments,
+        checksums=checksums if flags & SEALED else (),
+    )
+
+
+def _parse_segments(raw: bytearray, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    end = _FIXED.size + count * _SEGMENT.size
+    pairs = list(_SEGMENT.iter_unpack(memoryview(raw)[_FIXED.size : end]))
+    return tuple(length for length, _ in pairs), tuple(checksum for _, checksum in pairs)
+
+
+def seal(header: Header, pieces: Sequence[Buffer]) -> Header:
+    """Return the header with the checksums of its payload.
+
+    Args:
+        header: of the frame in `pieces`.
+        pieces: the frame's bytes in order, header first; the bytes past the frame are ignored.
+    """
+    return msgspec.structs.replace(header, checksums=tuple(_digests(header, pieces)))
+
+
+def verify(header: Header, pieces: Sequence[Buffer]) -> bool:
+    """Return whether a sealed frame's payload has the checksums its header names."""
+    if not header.checksums or sum(len(piece) for piece in pieces) < header.frame_bytes:
+        return False
+    return tuple(_digests(header, pieces)) == header.checksums
+
+
+def truncate(header: Header, segments: int) -> Header:
+    """Return the header of the frame's first segments, itself a valid frame."""
+    return msgspec.structs.replace(
+        header, segments=header.segments[:segments], checksums=header.checksums[:segments]
+    )
+
+
+def _digests(header: Header, pieces: Sequence[Buffer]) -> Iterable[bytes]:
+    start = header.header_bytes
+    for length in header.segments:
+        digest = xxhash.xxh3_128()
+        for part in cut(pieces, start, length):
+            for at in range(0, len(part), HASH_STEP):
+                digest.update(part[at : at + HASH_STEP])
+        yield digest.digest()
+        start += length
+
+
+def cut(pieces: Sequence[Buffer], start: int, length: int) -> list[memoryview]:
+    """Return views of `length` bytes from `start` of the pieces taken as one run of bytes."""
+    out: list[memoryview] = []
+    for piece in pieces:
+        size = len(piece)
+        if start < size and length > 0:
+            view = memoryview(piece)[start : start + length]
+            out.append(view)
+            length -= len(view)
+        start = max(start - size, 0)
+    return out
+
+
+assert _FIXED.size % 8 == 0
+assert PACKED_BYTES == struct.calcsize("10s")
