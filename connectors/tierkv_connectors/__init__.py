@@ -1,0 +1,1 @@
+"""The engine side of tierkv: what runs inside an engine process."""
