@@ -45,6 +45,7 @@ class MatchCall(Call, tag="match"):
     """
 
     namespace: str
+    fingerprint: bytes
     keys: bytes
     parts: bytes
     fidelity: int
@@ -73,10 +74,9 @@ class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WaitCall(Call, tag="wait"):
-    """Wait for a pending match to become final, at most `timeout_s`."""
+    """Answered when a pending match is final: everything staged arrived, failed, or its deadline."""
 
     match: int
-    timeout_s: float
 
 
 class ReleaseCall(Call, tag="release"):
@@ -140,6 +140,12 @@ class CommitCall(Call, tag="commit"):
     lengths: bytes
 
 
+class SettleCall(Call, tag="settle"):
+    """Make a pending match final now, with what has arrived; the rest of its stage is given up."""
+
+    match: int
+
+
 class AbortCall(Call, tag="abort"):
     """Give a reservation up."""
 
@@ -191,6 +197,7 @@ AnyCall = (
     Hello
     | MatchCall
     | WaitCall
+    | SettleCall
     | ReleaseCall
     | GetCall
     | PutCall

@@ -1,0 +1,250 @@
+"""The client: what an engine connector holds. The same over an embedded store and over a sidecar.
+
+Nothing here raises into an engine: a store that is gone, slow or refuses is a miss, and counted by the
+channel. The one exception is a caller's own wrong argument.
+"""
+
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from tierkv import frame
+from tierkv.calls import (
+    AbortCall,
+    Call,
+    ClearCall,
+    ClearReply,
+    CommitCall,
+    Done,
+    FlushCall,
+    FlushReply,
+    GetCall,
+    GetReply,
+    MatchCall,
+    MatchReply,
+    PutCall,
+    PutReply,
+    ReleaseCall,
+    SettleCall,
+    StatCall,
+    WaitCall,
+)
+from tierkv.key import KEY_BYTES
+from tierkv.part import PACKED_BYTES
+
+MISS = MatchReply(match=0, blocks=0)
+
+
+class Channel(Protocol):
+    """How calls reach a store: in process, or over a socket."""
+
+    def call(self, call: Call, timeout_s: float | None = None) -> Any | None:
+        """Send and wait for the reply; None when the store cannot answer in time."""
+
+    def post(self, call: Call) -> None:
+        """Send without a reply; lost when the store is gone."""
+
+    def borrow(self) -> memoryview | None:
+        """Pin the arena's mapping and return it, None when there is none now."""
+
+    def give_back(self) -> None:
+        """End one `borrow`; no view of the arena may be used after it."""
+
+    def close(self) -> None:
+        """End the connection and everything it holds."""
+
+
+Pieces = list[memoryview]
+
+
+class Transfer:
+    """Frames of a leased match, readable in place until close."""
+
+    def __init__(self, channel: Channel, number: int, call: MatchCall, frames: list[Pieces]) -> None:
+        self._channel = channel
+        self._number = number
+        self._call = call
+        self._frames = frames
+        self._contents: dict[int, bytes] = {}
+
+    @property
+    def units(self) -> int:
+        """Count of frames, block-major."""
+        return len(self._frames)
+
+    def header(self, unit: int) -> frame.Header | None:
+        """Return the frame's header, None when the bytes are not the content that was matched."""
+        head = self._frames[unit][0]
+        parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
+        block, part = divmod(unit, len(self._call.parts) // PACKED_BYTES)
+        if (
+            isinstance(parsed, frame.Refusal)
+            or parsed.key != self._call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+            or parsed.part.pack() != self._call.parts[part * PACKED_BYTES :][:PACKED_BYTES]
+            or parsed.fingerprint != self._call.fingerprint
+            or parsed.fidelity < self._call.fidelity
+        ):
+            return None
+        self._contents[unit] = bytes(head[frame.CONTENT])
+        return parsed
+
+    def payload(self, unit: int, header: frame.Header) -> Pieces:
+        """Return the encoded bytes of a frame as views of the arena, in order."""
+        return frame.cut(self._frames[unit], header.header_bytes, header.payload_bytes)
+
+    def unchanged(self, unit: int) -> bool:
+        """Return whether the frame still names the same content; call it after the copy out."""
+        return bytes(self._frames[unit][0][frame.CONTENT]) == self._contents.get(unit)
+
+    def close(self) -> None:
+        """Let the store have the frames back. Idempotent."""
+        if self._number:
+            self._frames = []
+            self._channel.give_back()
+            self._channel.post(ReleaseCall(transfer=self._number))
+            self._number = 0
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+class Reservation:
+    """Space for the units a put should write; ends by commit, abort or the owner's death."""
+
+    def __init__(self, channel: Channel, reply: PutReply, frames: list[Pieces]) -> None:
+        self._channel = channel
+        self._frames = frames
+        self.number = reply.reservation
+        self.profile = reply.profile
+        self.known = reply.known
+        self.refused = reply.refused
+        self.units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
+        self._header_bytes = reply.header_bytes
+
+    def payload(self, index: int) -> Pieces:
+        """Return where the payload of `units[index]` goes: views of the arena, in order."""
+        return frame.cut(self._frames[index], self._header_bytes, frame.MAX_PAYLOAD_BYTES)
+
+    def commit(self, lengths: Sequence[int]) -> int:
+        """Make the units visible; `lengths` are payload bytes in order, 0 gives a unit up.
+
+        Returns: the count of units that became visible, 0 when the store is gone.
+        """
+        if not self.number:
+            return 0
+        self._end()
+        data = struct.pack(f"<{len(lengths)}q", *lengths)
+        reply = self._channel.call(CommitCall(reservation=self.number, lengths=data))
+        self.number = 0
+        return reply.units if isinstance(reply, Done) else 0
+
+    def abort(self) -> None:
+        """Give everything up. Idempotent."""
+        if self.number:
+            self._end()
+            self._channel.post(AbortCall(reservation=self.number))
+            self.number = 0
+
+    def _end(self) -> None:
+        self._frames = []
+        self._channel.give_back()
+
+
+class Client:
+    """Match, get and put blocks of a store; a miss when the store is not there."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._open: dict[int, MatchCall] = {}
+
+    def match(self, call: MatchCall) -> MatchReply:
+        """Return the longest usable run; `pending` when more is on its way (see `wait`)."""
+        reply = self._channel.call(call)
+        if not isinstance(reply, MatchReply):
+            return MISS
+        if reply.match:
+            self._open[reply.match] = call
+        return reply
+
+    def wait(self, match: int, timeout_s: float) -> MatchReply:
+        """Return the final answer of a pending match, after `timeout_s` with what has arrived."""
+        reply = self._channel.call(WaitCall(match=match), timeout_s)
+        if not isinstance(reply, MatchReply):
+            reply = self._channel.call(SettleCall(match=match))
+        return reply if isinstance(reply, MatchReply) else MISS
+
+    def release(self, match: int) -> None:
+        """End a match that will not be fetched. Idempotent."""
+        if self._open.pop(match, None) is not None:
+            self._channel.post(ReleaseCall(match=match))
+
+    def get(self, match: int, blocks: int) -> Transfer | None:
+        """Turn a final match into a transfer of its first `blocks` blocks; None is a miss."""
+        call = self._open.pop(match, None)
+        arena = self._channel.borrow() if call is not None else None
+        if call is None or arena is None:
+            return None
+        reply = self._channel.call(GetCall(match=match, blocks=blocks))
+        if not isinstance(reply, GetReply) or not reply.transfer:
+            self._channel.give_back()
+            return None
+        frames = _cut_frames(arena, reply.run_counts, reply.runs)
+        return Transfer(self._channel, reply.transfer, call, frames)
+
+    def put(self, call: PutCall) -> Reservation | None:
+        """Ask where to write blocks; None when there is nothing to write or nobody to ask."""
+        arena = self._channel.borrow()
+        if arena is None:
+            return None
+        reply = self._channel.call(call)
+        if not isinstance(reply, PutReply) or not reply.reservation:
+            self._channel.give_back()
+            return None
+        return Reservation(
+            self._channel, reply, _cut_frames(arena, reply.run_counts, reply.runs)
+        )
+
+    def flush(self, call: FlushCall) -> bytes:
+        """Wait until blocks are durable; one byte per unit, 1 where they are."""
+        reply = self._channel.call(call, call.deadline_s + 1.0)
+        if isinstance(reply, FlushReply):
+            return reply.durable
+        return bytes(len(call.keys) // KEY_BYTES * (len(call.parts) // PACKED_BYTES))
+
+    def clear(self, namespace: str, timeout_s: float = 60.0) -> ClearReply | None:
+        """Make a namespace empty in every tier; None when the store did not answer."""
+        reply = self._channel.call(ClearCall(namespace=namespace), timeout_s)
+        return reply if isinstance(reply, ClearReply) else None
+
+    def stat(self, *, probe: bool = False) -> dict[str, Any] | None:
+        """Return the store's counters, None when it did not answer."""
+        reply = self._channel.call(StatCall(probe=probe), 5.0)
+        return reply if isinstance(reply, dict) else None
+
+    def close(self) -> None:
+        """End the connection; leases end with it."""
+        self._channel.close()
+
+
+def _cut_frames(arena: memoryview, run_counts: bytes, runs: bytes) -> list[Pieces]:
+    """Return the views of each unit's runs."""
+    pairs = np.frombuffer(runs, "<i8").reshape(-1, 2).tolist()
+    out: list[Pieces] = []
+    at = 0
+    for count in np.frombuffer(run_counts, "<u2").tolist():
+        out.append([arena[start : start + length] for start, length in pairs[at : at + count]])
+        at += count
+    return out

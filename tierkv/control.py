@@ -1,0 +1,61 @@
+"""Control: what a store answers to its clients. `TierKV` is the one implementation.
+
+Every method is quick and never blocks on I/O; those with `done` answer later, from any thread, exactly
+once. `owner` is one client process's session; what it holds ends with `disown`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tierkv import calls
+
+
+class Control(Protocol):
+    """The calls of `calls.py`, embedded."""
+
+    def match(self, owner: int, call: calls.MatchCall) -> calls.MatchReply:
+        """Answer from RAM and start a stage for what lies below."""
+
+    def wait(
+        self, owner: int, call: calls.WaitCall, done: Callable[[calls.MatchReply], None]
+    ) -> None:
+        """Answer when the match is final; at once when it is already or is unknown."""
+
+    def settle(self, owner: int, call: calls.SettleCall) -> calls.MatchReply:
+        """Make the match final now; a `wait` for it is answered too."""
+
+    def release(self, owner: int, call: calls.ReleaseCall) -> None:
+        """End a match or a transfer."""
+
+    def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
+        """Turn a lease into a transfer."""
+
+    def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
+        """Reserve space for what is worth storing."""
+
+    def commit(self, owner: int, call: calls.CommitCall) -> calls.Done:
+        """Make written units visible."""
+
+    def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
+        """Give a reservation up."""
+
+    def flush(self, call: calls.FlushCall, done: Callable[[calls.FlushReply], None]) -> None:
+        """Answer when everything asked for is durable, failed, or the deadline passed."""
+
+    def clear(self, call: calls.ClearCall, done: Callable[[calls.ClearReply], None]) -> None:
+        """Answer when no tier can serve the namespace's old blocks any more."""
+
+    def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
+        """Answer with counters and tiers."""
+
+    def tick(self) -> float:
+        """End what is past its deadline; returns seconds until the next deadline (at most 1)."""
+
+    def end_leases(self, owner: int) -> None:
+        """The owner's connection is gone but its process may live: matches and reservations end."""
+
+    def disown(self, owner: int) -> None:
+        """The owner's process is gone: transfers end too."""
+
+    def close(self, grace_s: float) -> None:
+        """Flush what is worth most within `grace_s` seconds and stop."""
