@@ -52,10 +52,13 @@ class Control(Protocol):
         """End what is past its deadline; returns seconds until the next deadline (at most 1)."""
 
     def end_leases(self, owner: int) -> None:
-        """The owner's connection is gone but its process may live: matches and reservations end."""
+        """The owner's connection is gone but its process may live: its matches end.
+
+        Transfers and reservations stay: the process may still be copying.
+        """
 
     def disown(self, owner: int) -> None:
-        """The owner's process is gone: transfers end too."""
+        """The owner's process is gone, or says it has stopped: transfers and reservations end too."""
 
     def close(self, grace_s: float) -> None:
         """Flush what is worth most within `grace_s` seconds and stop."""
