@@ -1,0 +1,136 @@
+"""Stat: what a store says about itself, the answer to `StatCall`.
+
+The store builds a `StoreStat`; `to_wire` makes it the plain dict that travels, `from_wire` reads one of
+the same or another release (unknown fields are ignored, missing ones have their default). All numbers
+are in base units: bytes, seconds, blocks. Totals only grow while `epoch` stays; a rate is the difference
+of two answers over the difference of their `uptime_s`.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tierkv.errors import incompatible
+
+TierState = Literal["ok", "degraded", "lost", "off"]
+"""ok: works. degraded: serves, but `problem` limits it (full of held blocks, write budget spent).
+lost: the medium does not answer (a probe failed, a breaker is open). off: not configured."""
+
+
+class TierStat(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier. used + dead + free = capacity, in allocated bytes; capacity 0: not bounded by us."""
+
+    name: str
+    state: TierState = "ok"
+    problem: str = ""
+    """What is wrong and the fix, for people; empty when `state` is ok."""
+    durable: bool = False
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    dead_bytes: int = 0
+    """Space that only a reclaim frees."""
+    free_bytes: int = 0
+    placements: int = 0
+    """Copies of frames, in the state `ready`."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_bps: float = 0.0
+    """Live bandwidth that decisions use, bytes per second; 0 until measured."""
+    write_bps: float = 0.0
+    latency_s: float = 0.0
+    """Seconds until the first byte of a read."""
+
+
+class WriteBehindStat(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of copies on their way to lower tiers."""
+
+    queued_frames: int = 0
+    queued_bytes: int = 0
+    limit_bytes: int = 0
+    oldest_s: float = 0.0
+    """Age of the frame that has waited longest."""
+
+
+class HoldStat(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients hold now."""
+
+    clients: int = 0
+    matches: int = 0
+    transfers: int = 0
+    reservations: int = 0
+    held_bytes: int = 0
+    """Bytes in RAM that cannot be evicted now."""
+
+
+class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
+    """The store as a whole."""
+
+    version: str = ""
+    epoch: int = 0
+    """Differs for every arena: totals start from 0 when it changes."""
+    uptime_s: float = 0.0
+    tiers: tuple[TierStat, ...] = ()
+    """Fastest first; tiers that are off may be listed."""
+    enabled: dict[str, str] = {}
+    """What is in effect and why: policy, profiles, sync, shared. For people."""
+    matches: int = 0
+    asked_blocks: int = 0
+    hits_by_tier_blocks: dict[str, int] = {}
+    """Blocks answered, by the tier they were in when asked for."""
+    miss_blocks: int = 0
+    put_blocks: int = 0
+    """Blocks that became visible."""
+    known_blocks: int = 0
+    """Blocks offered that were there already."""
+    refused_blocks: int = 0
+    """Blocks offered and not taken; `counters` say why."""
+    served_bytes: int = 0
+    """Encoded bytes handed to engines by `get`."""
+    stored_bytes: int = 0
+    """Encoded bytes that engines wrote."""
+    saved_s: float = 0.0
+    """The ledger: predicted recompute time less load time, of loads that were faster."""
+    lost_s: float = 0.0
+    """The ledger: time lost by loads that were slower."""
+    holds: HoldStat = HoldStat()
+    write_behind: WriteBehindStat = WriteBehindStat()
+    counters: dict[str, int] = {}
+    """Every refusal and failure by name, see `COUNTERS`; a name is there from its first event."""
+
+
+COUNTERS: dict[str, str] = {
+    "put_refused_full": "Blocks not stored: RAM had no room that could be made without I/O.",
+    "put_refused_admission": "Blocks not stored: not expected to be asked for again.",
+    "put_refused_throttled": "Blocks not stored: too much is being written already.",
+    "put_refused_fidelity": "Blocks not stored: no profile that the gate allows was offered.",
+    "stage_refused_full": "Blocks below RAM not brought up: no room in RAM.",
+    "stage_late": "Blocks below RAM that had not arrived at their deadline.",
+    "stage_failed": "Blocks below RAM whose read failed.",
+    "lease_expired": "Matches that ended at their deadline, never fetched.",
+    "owner_died": "Client processes that ended while they held something.",
+    "demote_dropped": "Frames not copied down: the write-behind queue was full.",
+    "demote_throttled": "Frames not copied down: a write budget or a breaker refused.",
+    "demote_failed": "Frames not copied down: an I/O error, or the tier was full.",
+    "corrupt": "Copies dropped because a checksum or a header did not fit.",
+    "unknown_format": "Copies kept but not used: a version or codec this release does not know.",
+    "invariant_broken": "Bookkeeping did not add up; the store answers only misses since.",
+    "call_refused": "Calls with an argument out of bounds.",
+}
+"""The names that `StoreStat.counters` uses, with their meaning. A store may count others too."""
+
+
+def to_wire(stat: StoreStat) -> dict[str, Any]:
+    """Return the dict that answers a `StatCall`."""
+    wire: dict[str, Any] = msgspec.to_builtins(stat)
+    return wire
+
+
+def from_wire(wire: dict[str, Any]) -> StoreStat:
+    """Read the answer to a `StatCall`.
+
+    Raises: TierKVError: it is not one.
+    """
+    try:
+        return msgspec.convert(wire, StoreStat)
+    except msgspec.ValidationError as error:
+        raise incompatible(f"the sidecar's counters cannot be read ({error}): upgrade") from error
