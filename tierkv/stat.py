@@ -1,9 +1,9 @@
 """Stat: what a store says about itself, the answer to `StatCall`.
 
-The store builds a `StoreStat`; `to_wire` makes it the plain dict that travels, `from_wire` reads one
-of the same or another release (unknown fields are ignored, missing ones have their default). All
-numbers are in base units: bytes, seconds, blocks. Totals only grow while `epoch` stays; a rate is the
-difference of two answers over the difference of their `uptime_s`.
+The store builds a `StoreStat`; `to_wire` makes it the plain dict that travels, `from_wire` reads
+one of the same or another release (unknown fields are ignored, missing ones have their default).
+All numbers are in base units: bytes, seconds, blocks. Totals only grow while `epoch` stays; a rate
+is the difference of two answers over the difference of their `uptime_s`.
 """
 
 from typing import Any, Literal
