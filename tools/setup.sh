@@ -47,7 +47,7 @@ redis() { command -v redis-server >/dev/null || apt redis-server; }
 
 model() { .venv/bin/python -m tierkv_connectors.models >/dev/null; }
 
-exec 9<"$0"
+exec 9<tools/setup.sh
 flock 9 # two makes at once take turns
 case "${1:-}" in
   venv | redis | model) "$1" ;;
