@@ -69,10 +69,15 @@ DONE = Outcome(Status.DONE)
 
 
 class FrameId(NamedTuple):
-    """What a tier stores frames under; `key` is 32 bytes."""
+    """What a tier stores frames under; `key` is 32 bytes.
+
+    The namespace's generation belongs to the name where others write too, so that a clear makes way at
+    once for new frames of the same keys.
+    """
 
     key: bytes
     part: Part
+    generation: int = 0
 
 
 class Item(NamedTuple):

@@ -1,0 +1,138 @@
+"""Executor: the one place that starts threads. Lanes carry out I/O; decisions are made elsewhere.
+
+A lane is a named queue with its own threads. `Inline` has the same interface without threads: the
+simulator and tests step it.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+Job = Callable[[], None]
+_LOG = logging.getLogger("tierkv")
+
+
+class Executor(Protocol):
+    """Runs jobs on named lanes, in order of submission."""
+
+    def submit(self, lane: str, job: Job) -> None:
+        """Queue a job; it must not raise."""
+
+    def oldest(self, lane: str) -> float:
+        """Return the seconds the longest running job of a lane has run, 0 when idle."""
+
+    def waiting(self, lane: str) -> int:
+        """Return jobs queued or running."""
+
+    def close(self, timeout_s: float) -> None:
+        """Stop taking jobs and wait for those running."""
+
+
+class Threads:
+    """Lanes of daemon threads; `lanes` gives each lane's name and count of threads."""
+
+    def __init__(self, lanes: dict[str, int]) -> None:
+        self._lanes = {name: _Lane(name, count) for name, count in lanes.items()}
+
+    def submit(self, lane: str, job: Job) -> None:
+        """Queue a job."""
+        self._lanes[lane].submit(job)
+
+    def oldest(self, lane: str) -> float:
+        """Return the age of the longest running job."""
+        started = list(self._lanes[lane].running.values())
+        return time.monotonic() - min(started) if started else 0.0
+
+    def waiting(self, lane: str) -> int:
+        """Return jobs queued or running."""
+        return len(self._lanes[lane].jobs) + len(self._lanes[lane].running)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the lanes; a thread that hangs in I/O is left behind, as a daemon."""
+        end = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.stop()
+        for lane in self._lanes.values():
+            for thread in lane.threads:
+                thread.join(max(end - time.monotonic(), 0.0))
+
+
+class _Lane:
+    def __init__(self, name: str, count: int) -> None:
+        self.jobs: deque[Job] = deque()
+        self.running: dict[int, float] = {}
+        self._ready = threading.Semaphore(0)
+        self._stopped = False
+        self.threads = [
+            threading.Thread(target=self._run, name=f"tierkv-{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        if not self._stopped:
+            self.jobs.append(job)
+            self._ready.release()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.jobs.clear()
+        for _ in self.threads:
+            self._ready.release()
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while True:
+            self._ready.acquire()
+            if self._stopped:
+                return
+            self.running[me] = time.monotonic()
+            job = self.jobs.popleft()
+            try:
+                job()
+            except Exception:
+                _LOG.exception("a job of lane %s failed", threading.current_thread().name)
+            finally:
+                del self.running[me]
+
+
+class Inline:
+    """Jobs wait until `step` runs one; nothing runs by itself."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[str, Job]] = []
+
+    def submit(self, lane: str, job: Job) -> None:
+        """Queue a job."""
+        self.jobs.append((lane, job))
+
+    def oldest(self, lane: str) -> float:
+        """Return 0: no job runs while another is asked for."""
+        del lane
+        return 0.0
+
+    def waiting(self, lane: str) -> int:
+        """Return queued jobs."""
+        return sum(name == lane for name, _ in self.jobs)
+
+    def step(self, number: int = 0) -> bool:
+        """Run one queued job; returns whether there was one."""
+        if number >= len(self.jobs):
+            return False
+        _, job = self.jobs.pop(number)
+        job()
+        return True
+
+    def drain(self) -> None:
+        """Run jobs until none is left, those they submit included."""
+        while self.step():
+            pass
+
+    def close(self, timeout_s: float) -> None:
+        """Run what is left."""
+        del timeout_s
+        self.drain()

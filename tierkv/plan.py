@@ -1,0 +1,41 @@
+"""Plan: what to do, decided without I/O. Immutable; the executor carries it out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.catalog import Rows
+
+from tierkv.codec import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class PutPlan:
+    """Which of the offered units to write, in order, under which profile."""
+
+    units: npt.NDArray[np.intp]
+    known: int
+    refused: int
+    profile: Profile
+    drops: Rows
+    """RAM placements to drop first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """How many blocks of a chain to bring up in all, and the predicted seconds."""
+
+    blocks: int
+    load_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """Which region to reclaim, what survives it (carried to the open region) and what is dropped."""
+
+    number: int
+    carry: Rows
+    drops: Rows

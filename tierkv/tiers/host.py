@@ -1,0 +1,208 @@
+"""Host RAM: one memfd arena of pages; a frame is one or more runs of pages.
+
+The arena's descriptor goes to engines, which map it and copy pages to and from it. Space is reserved in
+steps (`grow`) and a page is handed out only once it is backed, so nobody ever touches memory that is not
+there. Locators name runs: (count << 32 | first page) for one run, a negative number for a list of runs.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tierkv import frame
+from tierkv.errors import invalid, unavailable
+from tierkv.tier import DONE, Item, Outcome, Space, Status
+from tierkv.tiers.runs import PageRuns, Run
+
+GROW_BYTES = 256 << 20
+_HEADROOM = 64 << 20
+
+
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of the arena and of its pages, in bytes."""
+
+    size_bytes: int = 4 << 30
+    page_bytes: int = 16 << 10
+
+
+class HostTier:
+    """The arena and its page runs. `grow` must be called until it returns False."""
+
+    name = "host"
+    durable = False
+
+    def __init__(self, settings: HostSettings) -> None:
+        """Reserve address space and the first step of memory.
+
+        Raises: TierKVError (invalid) for a page size that is not 16, 32 or 64 KiB, (unavailable) when
+            the machine or its memory limit has less than the arena's size.
+        """
+        page = settings.page_bytes
+        if page not in (16 << 10, 32 << 10, 64 << 10):
+            raise invalid(f"host.page is {page} bytes; use 16KiB, 32KiB or 64KiB")
+        self.granule = self.page_bytes = page
+        self.nbytes = max(settings.size_bytes // page, 1) * page
+        available = available_bytes()
+        if self.nbytes + _HEADROOM > available:
+            raise unavailable(
+                f"host.size asks for {self.nbytes >> 20} MiB of memory but {available >> 20} MiB are "
+                f"available; lower host.size or give the process more memory"
+            )
+        self.epoch = secrets.randbits(63) | 1
+        self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.nbytes)
+        self._map = mmap.mmap(self.fd, self.nbytes)
+        self.view = memoryview(self._map)
+        self.problem = ""
+        self._runs = PageRuns()
+        self._backed = 0
+        self._lists: dict[int, list[Run]] = {}
+        self._next_list = -1
+        self._closed = False
+        self.back(self.more())
+
+    def more(self) -> tuple[int, int]:
+        """Back the next step of the arena with memory; returns (offset, bytes), 0 bytes at the end.
+
+        May take long; touches nothing but the descriptor, so it runs beside everything else.
+        """
+        size = min(GROW_BYTES, self.nbytes - self._backed)
+        if size and not self.problem:
+            try:
+                os.posix_fallocate(self.fd, self._backed, size)
+            except OSError as error:
+                self.problem = f"arena stopped at {self._backed >> 20} MiB: {error.strerror}"
+                size = 0
+        return self._backed, size
+
+    def back(self, step: tuple[int, int]) -> bool:
+        """Hand a step of `more` out as free pages; returns whether there is more to come."""
+        offset, size = step
+        if size:
+            self._runs.add(offset // self.page_bytes, size // self.page_bytes)
+            self._backed += size
+        return bool(size) and self._backed < self.nbytes
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Take pages for a frame of `nbytes`."""
+        runs = self._runs.take(-(-nbytes // self.page_bytes))
+        if runs is None:
+            return None
+        return self._locator(runs)
+
+    def free(self, locator: int, nbytes: int) -> None:
+        """Give a frame's pages back and make what lies there no frame any more."""
+        del nbytes
+        runs = self.runs(locator)
+        start = runs[0][0] * self.page_bytes
+        self.view[start : start + 4] = bytes(4)
+        self._lists.pop(locator, None)
+        for first, count in runs:
+            self._runs.add(first, count)
+
+    def truncate(self, locator: int, nbytes: int) -> int:
+        """Free the pages behind the first `nbytes` of a frame; returns its new locator."""
+        keep = -(-nbytes // self.page_bytes)
+        kept: list[Run] = []
+        for first, count in self.runs(locator):
+            mine = min(keep, count)
+            keep -= mine
+            if mine:
+                kept.append((first, mine))
+            if mine < count:
+                self._runs.add(first + mine, count - mine)
+        self._lists.pop(locator, None)
+        return self._locator(kept)
+
+    def runs(self, locator: int) -> list[Run]:
+        """Return the page runs of a locator."""
+        if locator < 0:
+            return self._lists[locator]
+        return [(locator & 0xFFFFFFFF, locator >> 32)]
+
+    def pieces(self, locator: int) -> list[memoryview]:
+        """Return views of a frame's pages, in order."""
+        page, view = self.page_bytes, self.view
+        return [view[first * page : (first + count) * page] for first, count in self.runs(locator)]
+
+    def space(self) -> Space:
+        """Return the accounting over what is backed so far."""
+        return Space(self._backed, self._runs.free * self.page_bytes, 0)
+
+    def write(self, items: Sequence[Item]) -> list[Outcome]:
+        """Copy frames in."""
+        return [self._copy(item, inwards=True) for item in items]
+
+    def read(self, items: Sequence[Item]) -> list[Outcome]:
+        """Copy frames out; MISSING when another frame lies there."""
+        return [self._copy(item, inwards=False) for item in items]
+
+    def probe(self) -> str:
+        """Return why the arena is smaller than asked for, or ""."""
+        return "closed" if self._closed else self.problem
+
+    def close(self) -> None:
+        """Drop the mapping; the memory goes when the last engine drops its own."""
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+    def _locator(self, runs: list[Run]) -> int:
+        if len(runs) == 1:
+            return runs[0][1] << 32 | runs[0][0]
+        locator = self._next_list
+        self._next_list -= 1
+        self._lists[locator] = runs
+        return locator
+
+    def _copy(self, item: Item, *, inwards: bool) -> Outcome:
+        if self._closed:
+            return Outcome(Status.FAILED, "closed")
+        here = frame.cut(self.pieces(item.locator), 0, item.nbytes) if self._has(item) else []
+        if sum(map(len, here)) < item.nbytes:
+            return Outcome(Status.MISSING)
+        if not inwards:
+            parsed = frame.parse(here[0][: frame.MAX_HEADER_BYTES])
+            if isinstance(parsed, frame.Refusal) or (parsed.key, parsed.part) != item.id[:2]:
+                return Outcome(Status.MISSING)
+        at = 0
+        for piece in here:
+            for other in frame.cut(item.pieces, at, len(piece)):
+                if inwards:
+                    piece[: len(other)] = other
+                else:
+                    other[:] = piece[: len(other)]
+                piece, at = piece[len(other) :], at + len(other)
+        return DONE
+
+    def _has(self, item: Item) -> bool:
+        if item.locator < 0:
+            return item.locator in self._lists
+        return (item.locator & 0xFFFFFFFF) * self.page_bytes < self._backed
+
+
+def available_bytes() -> int:
+    """Return the memory this process may still take: the machine's, and its control group's."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            text = Path(limit).read_text().strip()
+            taken = int(Path(used).read_text())
+        except OSError:
+            continue
+        if text.isdigit():
+            free = min(free, max(int(text) - taken, 0))
+    return free
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Return private memory for tier buffers: page-aligned, zeroed, at least `nbytes` long."""
+    return memoryview(mmap.mmap(-1, max(-(-nbytes // 4096) * 4096, 4096)))
