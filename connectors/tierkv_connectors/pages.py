@@ -1,0 +1,165 @@
+"""Pages: between an engine's KV tensors and the bytes of a block in the arena.
+
+Below the connector a block has one order: [layer, K/V, token, head, dim]. An engine's own
+arrangement is given as *views*: for each layer of the part a K and a V tensor [token, head, dim],
+with any strides, in the engine's memory. `gather` undoes the arrangement, `scatter` redoes it.
+
+Between a raw payload in one piece and pages in host memory every byte is copied once, in place. All
+else passes through one scratch block on the engine's device, and through a scratch payload when the
+frame lies in several pieces.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tierkv import frame
+from tierkv.client import Pieces, Transfer
+from tierkv.codec import BY_CODEC_ID, RAW, Profile
+from tierkv.errors import invalid
+from tierkv.identity import Identity
+from tierkv.part import Part
+from tierkv_codecs import CODECS, CodecError
+
+Views = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def gather(views: Views, block: torch.Tensor) -> None:
+    """Copy an engine's tokens into a canonical block."""
+    for layer, (keys, values) in zip(block, views, strict=True):
+        layer[0].copy_(keys)
+        layer[1].copy_(values)
+
+
+def scatter(block: torch.Tensor, views: Views) -> None:
+    """Copy a canonical block into an engine's memory."""
+    for layer, (keys, values) in zip(block, views, strict=True):
+        keys.copy_(layer[0])
+        values.copy_(layer[1])
+
+
+class UnitCopier:
+    """Copies units of one part between an engine's memory and the arena.
+
+    One at a time: the scratch memory is reused from unit to unit.
+    """
+
+    def __init__(self, identity: Identity, part: Part, device: torch.device) -> None:
+        spec = identity.layers[identity.groups[part.group][0]]
+        if spec.k_dim != spec.v_dim:
+            raise invalid(f"keys of {spec.k_dim} and values of {spec.v_dim} are not supported yet")
+        self.dtype = DTYPES[identity.kv_dtype]
+        self.shape = (
+            part.layer_stop - part.layer_start,
+            2,
+            identity.tokens_per_block,
+            part.head_stop - part.head_start,
+            spec.k_dim,
+        )
+        self._raw_bytes = part.raw_bytes(identity)
+        self._device = device
+        self._block: torch.Tensor | None = None
+        self._payload: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def write(self, views: Views, profile: Profile, pieces: Pieces) -> int:
+        """Encode the views into the pieces of a reservation.
+
+        Returns: payload bytes; 0 when they do not fit, which gives the unit up.
+        """
+        if profile.codec_id == RAW.codec_id and self._in_place(pieces):
+            gather(views, self._as_block(pieces[0]))
+            return self._raw_bytes
+        block = self._scratch_block()
+        gather(views, block)
+        codec = CODECS.of_id(profile.codec_id)
+        bound = codec.bound(self._raw_bytes)
+        if len(pieces) == 1 and len(pieces[0]) >= bound:
+            return sum(codec.encode(block, torch.frombuffer(pieces[0], dtype=torch.uint8)))
+        payload = self._scratch_payload(bound)
+        length = sum(codec.encode(block, payload))
+        if length > sum(map(len, pieces)):
+            return 0
+        _spread(payload[:length], pieces)
+        return length
+
+    @torch.no_grad()
+    def read(self, transfer: Transfer, unit: int, views: Views) -> bool:
+        """Decode a unit of a transfer into the views.
+
+        Returns: whether the views now hold exactly the content that was matched. When not, what
+            they hold is not KV: the caller must not let the engine see it.
+        """
+        header = transfer.header(unit)
+        if (
+            header is None
+            or header.raw_bytes != self._raw_bytes
+            or header.tokens != self.shape[2]
+            or header.codec_id not in BY_CODEC_ID
+        ):
+            return False
+        pieces = transfer.payload(unit, header)
+        if sum(map(len, pieces)) != header.payload_bytes:
+            return False
+        try:
+            self._decode(header, pieces, views)
+        except CodecError:
+            return False
+        return transfer.unchanged(unit)
+
+    def _decode(self, header: frame.Header, pieces: Pieces, views: Views) -> None:
+        raw = header.codec_id == RAW.codec_id and header.payload_bytes == self._raw_bytes
+        if raw and self._in_place(pieces):
+            scatter(self._as_block(pieces[0]), views)
+            return
+        block = self._scratch_block()
+        codec = CODECS.of_id(header.codec_id)
+        codec.decode(self._collect(pieces, header.payload_bytes), header.segments, block)
+        scatter(block, views)
+
+    def _in_place(self, pieces: Pieces) -> bool:
+        """Whether a raw block goes between arena and engine layer by layer."""
+        return self._device.type == "cpu" and bool(pieces) and len(pieces[0]) >= self._raw_bytes
+
+    def _as_block(self, piece: memoryview) -> torch.Tensor:
+        flat = torch.frombuffer(piece, dtype=torch.uint8, count=self._raw_bytes)
+        return flat.view(self.dtype).view(self.shape)
+
+    def _collect(self, pieces: Pieces, length: int) -> torch.Tensor:
+        """Return the payload in one run: a view of the arena when it lies so."""
+        if len(pieces) == 1:
+            return torch.frombuffer(pieces[0], dtype=torch.uint8)
+        payload = self._scratch_payload(length)
+        start = 0
+        for piece in pieces:
+            payload[start : start + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+            start += len(piece)
+        return payload
+
+    def _scratch_block(self) -> torch.Tensor:
+        if self._block is None:
+            self._block = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        return self._block
+
+    def _scratch_payload(self, length: int) -> torch.Tensor:
+        if self._payload is None or len(self._payload) < length:
+            self._payload = torch.empty(length, dtype=torch.uint8)
+        return self._payload[:length]
+
+
+def _spread(payload: torch.Tensor, pieces: Pieces) -> None:
+    start = 0
+    for piece in pieces:
+        part = payload[start : start + len(piece)]
+        if len(part):
+            torch.frombuffer(piece, dtype=torch.uint8, count=len(part)).copy_(part)
+        start += len(piece)
