@@ -1,0 +1,85 @@
+"""Make the golden vectors of codecs that have none: `python -m tests.golden.codecs.make`.
+
+A folder is one codec: pairs of a block and its payload, and a manifest. It is written once, by the
+version that brought the codec, and is never changed or removed: its payloads must decode for ever.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierkv_codecs import CODECS, Codec
+from tierkv_codecs.tensors import bytes_of
+
+FOLDER = Path(__file__).resolve().parent
+MANIFEST = "manifest.json"
+
+
+def folder_of(codec: Codec) -> Path:
+    return FOLDER / f"{codec.id:03}-{codec.name}"
+
+
+def blocks() -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the blocks: the usual shape, one token, noise, wide, narrow, and several pieces."""
+    generator = torch.Generator().manual_seed(20)
+    scales = torch.exp2(torch.randint(-6, 6, (16,), generator=generator).float())
+    usual = torch.randn((2, 2, 8, 2, 16), generator=generator) * scales
+    yield "usual-bf16", usual.bfloat16()
+    yield "usual-fp16", usual[:1, :, :5].half()
+    yield "wide-fp32", usual[:1, :, :4].contiguous()
+    yield "one-token-bf16", usual[:, :, :1].bfloat16()
+    yield "fp8", usual[:, :, :6].to(torch.float8_e4m3fn)
+    noise = torch.randint(0, 256, (502,), generator=generator, dtype=torch.uint8)
+    yield "noise-bf16", noise.view(torch.bfloat16)
+    yield "empty-bf16", torch.zeros((2, 2, 0, 2, 16), dtype=torch.bfloat16)
+    few = torch.randint(0, 16, (22, 1, 1, 1, 3000), generator=generator)
+    yield "pieces-uint8", torch.where(few == 0, 3, 0).to(torch.uint8)
+
+
+def make(codec: Codec) -> None:
+    """Write the folder of a codec. Raises: FileExistsError when there is one."""
+    folder = folder_of(codec)
+    folder.mkdir()
+    entries: list[dict[str, Any]] = []
+    for name, block in blocks():
+        if codec.id == 1 and name == "pieces-uint8":
+            continue
+        buffer = torch.empty(codec.bound(block.numel() * block.itemsize), dtype=torch.uint8)
+        segments = codec.encode(block, buffer)
+        values = bytes_of(block.contiguous()).numpy().tobytes()
+        payload = buffer[: sum(segments)].numpy().tobytes()
+        (folder / f"{name}.block").write_bytes(values)
+        (folder / f"{name}.payload").write_bytes(payload)
+        entries.append(
+            {
+                "name": name,
+                "dtype": str(block.dtype).removeprefix("torch."),
+                "shape": list(block.shape),
+                "segments": list(segments),
+                "block_sha256": hashlib.sha256(values).hexdigest(),
+                "payload_sha256": hashlib.sha256(payload).hexdigest(),
+            }
+        )
+    manifest = {"codec": codec.name, "id": codec.id, "vectors": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Make what is missing; refuse when nothing is, since a vector that exists never changes."""
+    missing = [codec for codec in CODECS.all() if not folder_of(codec).exists()]
+    if not missing:
+        sys.stderr.write("every codec has its vectors; they are never made again\n")
+        return 1
+    for codec in missing:
+        make(codec)
+        sys.stdout.write(f"{folder_of(codec)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
