@@ -28,6 +28,7 @@ from tierkv.tiers.nvme import NvmeSettings
 from tierkv.tiers.redis import RedisSettings
 
 SOCKET_NAME = "tierkv.sock"
+TEMPORARY = Path("/tmp")  # noqa: S108 - what is made there is checked
 MAX_FILE_BYTES = 1 << 20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -162,7 +163,7 @@ def default_socket() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / SOCKET_NAME
-    folder = Path(f"/tmp/tierkv-{os.getuid()}")  # noqa: S108 - checked below
+    folder = TEMPORARY / f"tierkv-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -252,7 +253,7 @@ def _read_value(field: str, kind: object, value: object) -> object:
     elif re.search(r"_bytes(_|$)", field):
         value = read_size(value)
     elif field.endswith("_s"):
-        value = read_duration(value)
+        value = read_duration(value) if kind is float else _read_seconds(value)
     elif type(value) is not kind and (kind is not float or type(value) is not int):
         raise ValueError(f"give {_NOUNS[kind]}, for example {_EXAMPLES[kind]}")
     return float(value) if kind is float and isinstance(value, int) else value
@@ -276,6 +277,13 @@ def read_duration(value: object) -> float:
     if isinstance(value, int | float) and type(value) is not bool and 0 <= value < float("inf"):
         return float(value)
     raise ValueError('give a duration, for example "30s" or "7d"')
+
+
+def _read_seconds(value: object) -> int:
+    seconds = read_duration(value)
+    if not seconds.is_integer():
+        raise ValueError('give whole seconds, for example "30s"')
+    return int(seconds)
 
 
 _NOUNS: dict[object, str] = {

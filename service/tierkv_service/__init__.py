@@ -1,0 +1,1 @@
+"""The sidecar: data-plane server, HTTP process and command line."""

@@ -1,0 +1,129 @@
+"""Command line: `tierkv serve`, `tierkv stat`, `tierkv demo`.
+
+For people by default, `--json` for programs. What the caller must change is one line on standard
+error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierkv import __version__
+from tierkv.errors import TierKVError, unavailable
+
+SAMPLE_S = 1.0
+
+app = typer.Typer(
+    name="tierkv",
+    help="Keep the KV cache of LLM engines in host RAM, NVMe and Redis.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def _version(asked: bool) -> None:  # noqa: FBT001 - the signature of an option's callback
+    if asked:
+        print(f"tierkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Keep the KV cache of LLM engines in host RAM, NVMe and Redis."""
+
+
+@app.command()
+def serve(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Settings file; without one: 4 GiB of RAM only."),
+    ] = None,
+) -> None:
+    """Run the sidecar until SIGTERM or Ctrl-C."""
+    from tierkv.settings import Settings, load
+
+    settings = load(config) if config else Settings()
+
+    from tierkv_service import sidecar
+
+    raise typer.Exit(sidecar.run(settings))
+
+
+@app.command()
+def stat(
+    *,
+    as_json: Json = False,
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket", "-s", help="The sidecar's socket; else TIERKV_SOCKET, else yours."
+        ),
+    ] = None,
+) -> None:
+    """Show tiers, traffic, rates over a second, queues and refusals of a running sidecar."""
+    import msgspec
+
+    from tierkv.client import Client
+    from tierkv.settings import client_socket
+    from tierkv.stat import StoreStat, from_wire
+    from tierkv_connectors.sidecar import SidecarChannel
+    from tierkv_service import show
+
+    path = socket or client_socket()
+    logging.getLogger("tierkv.client").setLevel(logging.ERROR)  # what it warns of is told below
+    channel = SidecarChannel(path, client="stat", arena=False)
+    client = Client(channel)
+
+    def ask() -> StoreStat:
+        found = client.stat()
+        if found is None:
+            why = f" ({channel.last_error})" if channel.last_error else ""
+            raise unavailable(
+                f"no sidecar answers on {path}{why}: run `tierkv serve`, or give --socket"
+            )
+        return from_wire(found)
+
+    try:
+        before = ask()
+        time.sleep(SAMPLE_S)
+        after = ask()
+    finally:
+        client.close()
+    rates = show.rates(before, after)
+    if as_json:
+        print(msgspec.json.encode({"stat": after, "per_second": rates}).decode())
+    else:
+        from rich.console import Console
+
+        show.show(after, rates, Console())
+
+
+@app.command()
+def demo(*, as_json: Json = False) -> None:
+    """Show on this machine what a real small model gains from tierkv."""
+    from tierkv_service import demo as demonstration
+
+    raise typer.Exit(demonstration.run(as_json=as_json))
+
+
+def main() -> None:
+    """Run a command; an error of tierkv is one line and exit 2."""
+    try:
+        app()
+    except TierKVError as error:
+        print(f"tierkv: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

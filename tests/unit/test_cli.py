@@ -1,0 +1,162 @@
+"""The command line: quick, plain errors, a table for people and JSON for programs."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tierkv import __version__
+from tierkv.calls import Call, StatCall
+from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat, from_wire, to_wire
+from tierkv_connectors import sidecar
+from tierkv_service import cli, show
+
+TIERKV = [sys.executable, "-c", "from tierkv_service.cli import main; main()"]
+
+
+def stat_at(second: int) -> StoreStat:
+    return StoreStat(
+        version="0.1.0",
+        epoch=5,
+        uptime_s=float(second),
+        tiers=(
+            TierStat(name="host", capacity_bytes=4 << 30, used_bytes=1 << 30, latency_s=2e-5),
+            TierStat(name="nvme", state="lost", problem="read-only file system", read_bps=2e9),
+            TierStat(name="redis", state="off"),
+        ),
+        enabled={"policy": "evicpress"},
+        asked_blocks=100 * second,
+        hits_by_tier_blocks={"host": 60 * second, "nvme": 10 * second},
+        miss_blocks=30 * second,
+        served_bytes=second << 20,
+        holds=HoldStat(clients=3),
+        write_behind=WriteBehindStat(queued_bytes=1 << 20, limit_bytes=256 << 20),
+        counters={"put_refused_full": 4},
+    )
+
+
+class FakeChannel:
+    """A sidecar that is one second older at every call."""
+
+    def __init__(self, path: Path, **_settings: object) -> None:
+        self.path = path
+        self.last_error = ""
+        self.second = 0
+
+    def call(self, call: Call, timeout_s: float | None = None) -> Any | None:
+        assert isinstance(call, StatCall)
+        self.second += 1
+        return to_wire(stat_at(self.second))
+
+    def close(self) -> None:
+        pass
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TIERKV, *arguments], capture_output=True, text=True, check=False, timeout=30
+    )
+
+
+def test_help_is_quick_and_complete() -> None:
+    best = 10.0
+    for _ in range(3):
+        started = time.monotonic()
+        done = run("--help")
+        best = min(best, time.monotonic() - started)
+    assert done.returncode == 0
+    assert best < 0.8, "0.2 s alone on a machine; twice the promise where tests share cores"
+    for command in ("serve", "stat", "demo"):
+        assert command in done.stdout
+        assert run(command, "--help").returncode == 0
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom tierkv_service import cli\n"
+        "heavy = {'numpy', 'torch', 'fastapi', 'uvicorn', 'redis', 'tierkv.settings'}\n"
+        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"tierkv {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve", "--config", "{}/none.toml"), "cannot read the settings file"),
+        (("serve", "--config", "{}/bad.toml"), "did you mean 'size'?"),
+        (("stat", "--socket", "{}/none.sock"), "no sidecar answers on"),
+    ],
+)
+def test_an_error_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('[host]\nsiz = "1GiB"\n')
+    done = run(*(argument.format(tmp_path) for argument in arguments))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("tierkv: ")
+    assert expected in line
+
+
+def test_an_unknown_command_is_no_traceback() -> None:
+    done = run("evaluate")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_stat_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar, "SidecarChannel", FakeChannel)
+    monkeypatch.setattr(cli, "SAMPLE_S", 0.0)
+    done = CliRunner().invoke(cli.app, ["stat", "--json", "--socket", "/run/x.sock"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert from_wire(found["stat"]) == stat_at(2)
+    assert found["per_second"]["hit_blocks"] == 70
+    assert found["per_second"]["served_bytes"] == 1 << 20
+
+
+def test_stat_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar, "SidecarChannel", FakeChannel)
+    monkeypatch.setattr(cli, "SAMPLE_S", 0.0)
+    done = CliRunner().invoke(cli.app, ["stat", "--socket", "/run/x.sock"])
+    assert done.exit_code == 0, done.output
+    assert "up 2.0 s" in done.output
+
+
+def shown(stat: StoreStat) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show.show(stat, show.rates(stat, stat), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_people_see_everything() -> None:
+    text = shown(stat_at(100))
+    for expected in (
+        "4.0 GiB", "1.0 GiB", "1.9 GiB/s", "0.02 ms", "read-only file system", "off",
+        "host 6,000, nvme 1,000", "100.0 MiB", "of 256.0 MiB", "3 clients", "policy evicpress",
+        "put_refused_full", "RAM had no room",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_an_empty_store_can_be_shown() -> None:
+    assert "blocks asked for" in shown(StoreStat())
+
+
+def test_rates_need_the_same_arena() -> None:
+    assert show.rates(stat_at(1), StoreStat(epoch=6, uptime_s=9.0)) == {}
+    assert show.rates(stat_at(1), stat_at(1)) == {}
+    assert show.rates(stat_at(1), stat_at(3))["asked_blocks"] == 100
