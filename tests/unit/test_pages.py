@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
         head_dim=16,
     )
     made = LlamaForCausalLM(config)
-    made.to(dtype=request.param).eval()
+    torch.nn.Module.to(made, request.param).eval()
     return made
 
 
