@@ -1,0 +1,288 @@
+"""The index of a region: blocks of rows at its end, by which a start finds its frames.
+
+    block 0 is the region's last 4096 bytes, block 1 lies right below it, and so on
+
+A block names the region, its position and the region's sequence, and has a checksum, so a block of
+an earlier life, or one that is torn, ends the index. Frames are written first, their rows after,
+and only then is a write acknowledged: a kill between the two leaves bytes that no row names, never
+a row without bytes. The first write into a region that is used again puts an empty block 0 over the
+old one, before any old frame is overwritten. (docs/FORMAT.md has every byte.)
+"""
+
+import mmap
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierkv import frame
+from tierkv.tier import ALIGN, DONE, FOUND, Outcome, Status
+from tierkv.tiers.region_log import RegionLog
+from tierkv.tiers.regions import ROWS, Life, Regions, Rows
+
+_HEAD = np.dtype(
+    [
+        ("checksum", "<u8"),
+        ("magic", "S4"),
+        ("region", "<u4"),
+        ("sequence", "<u8"),
+        ("position", "<u4"),
+        ("count", "<u4"),
+        ("zero", "u1", 32),
+    ]
+)
+_BLOCK = np.dtype([("head", _HEAD), ("rows", "u1", (ROWS, 96))])
+_MAGIC = b"TKVI"
+_HEAD_PACK = struct.Struct("<Q4sIQII32x")
+_ROW = struct.Struct("<32s10sHBB16sQqqII2x")
+_ROW_BYTES = 96
+_FIRST_READ = 4 * ALIGN
+_NEXT_READ = 128 * ALIGN
+_MAX_WALKS = 8
+"""Damaged regions that a start walks; more of them are taken as empty, so that it stays short."""
+
+assert _BLOCK.itemsize == ALIGN
+assert _HEAD.itemsize == _HEAD_PACK.size
+assert FOUND.itemsize + 2 == _ROW.size == _ROW_BYTES
+
+Blocks = npt.NDArray[np.void]
+
+
+def row_of(header: frame.Header, locator: int, nbytes: int) -> bytes:
+    """Return the index row of a frame: a FOUND and two zero bytes."""
+    return _ROW.pack(
+        header.key, header.part.pack(), header.codec_id, header.fidelity, header.flags,
+        header.namespace, header.generation, locator, nbytes, header.position, header.tokens,
+    )  # fmt: skip
+
+
+class IndexWriter:
+    """Writes index blocks; used by one thread at a time."""
+
+    def __init__(self, log: RegionLog, regions: Regions) -> None:
+        self._log = log
+        self._regions = regions
+        self._block = memoryview(mmap.mmap(-1, ALIGN))
+        self._at = (-1, 0, 0)
+        """Region, sequence and position of what is in `_block`."""
+
+    def start(self, number: int, sequence: int) -> Outcome:
+        """Put an empty index over an earlier life's."""
+        self._clear(number, sequence, 0)
+        outcome = self._write(0)
+        if outcome is DONE:
+            self._regions.mark(number)
+        return outcome
+
+    def append(self, number: int, place: Rows, rows: Sequence[bytes]) -> Outcome:
+        """Write the rows of frames that are on the disk."""
+        at, stop = place.first, place.first + len(rows)
+        while at < stop:
+            position, slot = divmod(at, ROWS)
+            if self._at != (number, place.sequence, position):
+                outcome = self._load(number, place.sequence, position, slot)
+                if outcome is not DONE:
+                    return outcome
+            count = min(ROWS - slot, stop - at)
+            data = b"".join(rows[at - place.first :][:count])
+            begin = _HEAD.itemsize + slot * _ROW_BYTES
+            self._block[begin : begin + len(data)] = data
+            outcome = self._write(slot + count)
+            if outcome is not DONE:
+                return outcome
+            at += count
+        return DONE
+
+    def _load(self, number: int, sequence: int, position: int, slot: int) -> Outcome:
+        """Make a block current: a new one, or one that has `slot` rows already."""
+        self._clear(number, sequence, position)
+        if not slot:
+            return DONE
+        outcome = self._log.read([self._block], _offset(self._regions, number, position))
+        block = np.frombuffer(self._block, _BLOCK)
+        if outcome is DONE and _sound(block, number, position)[0]:
+            return DONE
+        self._at = (-1, 0, 0)
+        return Outcome(Status.FAILED, f"the index does not read back: {outcome.detail}")
+
+    def _clear(self, number: int, sequence: int, position: int) -> None:
+        self._block[:] = bytes(ALIGN)
+        self._at = (number, sequence, position)
+
+    def _write(self, count: int) -> Outcome:
+        number, sequence, position = self._at
+        _HEAD_PACK.pack_into(self._block, 0, 0, _MAGIC, number, sequence, position, count)
+        struct.pack_into("<Q", self._block, 0, xxhash.xxh3_64_intdigest(self._block[8:]))
+        return self._log.write([self._block], _offset(self._regions, number, position))
+
+
+class Recovered(NamedTuple):
+    """What a log holds: its regions in use and the newest frame of each (key, part)."""
+
+    lives: list[Life]
+    reopen: int | None
+    last: int
+    rows: npt.NDArray[np.void]
+
+
+class _Index(NamedTuple):
+    """One region's index as read: its blocks in order, and which of them are sound."""
+
+    blocks: Blocks
+    sound: npt.NDArray[np.bool_]
+
+
+def recover(log: RegionLog, regions: Regions) -> Recovered:
+    """Read every region's index; walk the few regions whose index is damaged."""
+    buffer = memoryview(mmap.mmap(-1, regions.region_bytes))
+    found: dict[Life, npt.NDArray[np.void]] = {}
+    last, walks, newest = 0, 0, None
+    for number in range(regions.count):
+        index = _read_index(log, regions, number, buffer)
+        if index is None:
+            continue
+        sequences = index.blocks["head"]["sequence"]
+        sequence = int(sequences[index.sound].max(initial=0))
+        good = index.sound & (sequences == sequence)
+        stop = int(np.flatnonzero(good).max(initial=-1)) + 1
+        last = max(last, sequence)
+        rows = _rows(index.blocks[good], regions, number)
+        cursor = _cursor(rows, regions, number)
+        if not good[:stop].all() or not stop:
+            walks += 1
+            rows = rows if good[0] else rows[:0]  # without block 0 they may be of an earlier life
+            rows = _walk(log, regions, number, buffer, rows) if walks <= _MAX_WALKS else rows
+            cursor = regions.largest
+        elif sequence == last:
+            newest = number
+        if len(rows):
+            found[Life(number, max(sequence, 1), cursor, stop * ROWS)] = rows
+    lives = sorted(found, key=lambda life: life.sequence)
+    whole = lives and (lives[-1].number, lives[-1].sequence) == (newest, last)
+    return Recovered(
+        lives, newest if whole else None, last, _newest([found[life] for life in lives])
+    )
+
+
+def _read_index(log: RegionLog, regions: Regions, number: int, buffer: memoryview) -> _Index | None:
+    """Read a region's blocks from position 0 down; None where it was never used."""
+    size = regions.region_bytes
+    have, step = 0, _FIRST_READ
+    sound: list[npt.NDArray[np.bool_]] = []
+    while have < size:
+        step = min(step, size - have)
+        view = buffer[size - have - step : size - have]
+        if log.read([view], regions.start_of(number + 1) - have - step) is not DONE:
+            view[:] = bytes(step)
+        if not have and view[-ALIGN:] == bytes(ALIGN):
+            return None
+        sound.append(_sound(np.frombuffer(view, _BLOCK)[::-1], number, have // ALIGN))
+        have += step
+        step = _NEXT_READ
+        if not sound[-1][-2:].any():
+            break
+    return _Index(np.frombuffer(buffer[size - have :], _BLOCK)[::-1], np.concatenate(sound))
+
+
+def _sound(blocks: Blocks, number: int, position: int) -> npt.NDArray[np.bool_]:
+    """Return which blocks are whole and lie where they say."""
+    head = blocks["head"]
+    here = np.arange(position, position + len(blocks))
+    sound: npt.NDArray[np.bool_] = (
+        (head["magic"] == _MAGIC)
+        & (head["region"] == number)
+        & (head["position"] == here)
+        & (head["count"] <= ROWS)
+    )
+    digest = xxhash.xxh3_64_intdigest
+    for at in np.flatnonzero(sound):
+        sound[at] = digest(blocks[at].tobytes()[8:]) == int(head["checksum"][at])
+    return sound
+
+
+def _rows(blocks: Blocks, regions: Regions, number: int) -> npt.NDArray[np.void]:
+    """Return the FOUND rows of sound blocks, in the order of their writing."""
+    taken = np.arange(ROWS) < blocks["head"]["count"][:, None]
+    data = np.ascontiguousarray(blocks["rows"][taken][:, : FOUND.itemsize])
+    found = data.reshape(-1).view(FOUND)
+    start, stop = regions.start_of(number), regions.start_of(number + 1) - ALIGN
+    at, nbytes = found["locator"], found["nbytes"]
+    inside = (at >= start) & (at % ALIGN == 0) & (nbytes > 0) & (nbytes <= stop - at)
+    found = found if inside.all() else found[inside]
+    if (np.diff(found["locator"]) <= 0).any():  # not in order: a place may have been written twice
+        _, backwards = np.unique(found["locator"][::-1], return_index=True)
+        found = found[np.sort(len(found) - 1 - backwards)]
+    return found if int(found["nbytes"].sum()) <= regions.largest else found[:0]
+
+
+def _cursor(found: npt.NDArray[np.void], regions: Regions, number: int) -> int:
+    """Return where the region's frames end, in bytes from its start."""
+    if not len(found):
+        return 0
+    stop = int((found["locator"] + found["nbytes"]).max()) - regions.start_of(number)
+    return -(-stop // ALIGN) * ALIGN
+
+
+def _walk(
+    log: RegionLog,
+    regions: Regions,
+    number: int,
+    buffer: memoryview,
+    known: npt.NDArray[np.void],
+) -> npt.NDArray[np.void]:
+    """Return the rows known and those of whole frames between them.
+
+    Without an index only a frame's payload checksum tells it from one that was partly overwritten.
+    """
+    start = regions.start_of(number)
+    if log.read([buffer], start) is not DONE:
+        return known
+    covered = np.zeros(regions.region_bytes // ALIGN, np.bool_)
+    for row in known:
+        first = (int(row["locator"]) - start) // ALIGN
+        covered[first : first - (-int(row["nbytes"]) // ALIGN)] = True
+    magic = np.frombuffer(buffer, "S4")[:: ALIGN // 4]
+    rows = []
+    for at in np.flatnonzero(magic == frame.MAGIC):
+        view = buffer[at * ALIGN :]
+        header = frame.parse(view[: frame.MAX_HEADER_BYTES])
+        if covered[at] or isinstance(header, frame.Refusal) or not frame.verify(header, [view]):
+            continue
+        stop = at - (-header.frame_bytes // ALIGN)
+        if not covered[at:stop].any():
+            covered[at:stop] = True
+            rows.append(row_of(header, start + int(at) * ALIGN, header.frame_bytes))
+    walked = np.frombuffer(b"".join(row[: FOUND.itemsize] for row in rows), FOUND)
+    return np.concatenate([known, walked])
+
+
+def _newest(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+    """Return the rows without those of whose name there is a later one."""
+    rows = np.concatenate(parts) if parts else np.empty(0, FOUND)
+    name = rows["key"][:, 0] ^ (rows["part"].astype("<u8") @ _PART_MIX)
+    order = np.argsort(name)
+    same = np.flatnonzero(name[order][1:] == name[order][:-1])
+    if not len(same):
+        return rows
+    suspects = np.unique(order[np.concatenate([same, same + 1])])
+    names = np.ascontiguousarray(rows[suspects]).view("u1").reshape(len(suspects), -1)[:, :42]
+    newest: dict[bytes, int] = {}
+    for place, name_bytes in zip(suspects.tolist(), names, strict=True):
+        newest[name_bytes.tobytes()] = place
+    keep = np.ones(len(rows), np.bool_)
+    keep[suspects] = False
+    keep[list(newest.values())] = True
+    return rows[keep]
+
+
+_PART_MIX = np.array(
+    [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93,
+     0xA0761D6478BD642F], "<u8",
+)  # fmt: skip
+
+
+def _offset(regions: Regions, number: int, position: int) -> int:
+    return regions.start_of(number + 1) - (position + 1) * ALIGN
