@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tests.fake_store import FakeStore
+from tests.dict_store import DictStore
 from tierkv import frame
 from tierkv.calls import MatchCall, ReleaseCall
 from tierkv.client import Client
@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 
 def prefix_cache(
-    store: FakeStore, model: LlamaForCausalLM, profiles: tuple[str, ...] = ("raw",)
+    store: DictStore, model: LlamaForCausalLM, profiles: tuple[str, ...] = ("raw",)
 ) -> PrefixCache:
     return PrefixCache(
         Client(store), model, tokens_per_block=BLOCK, profiles=profiles, weights="random-7"
@@ -74,7 +74,7 @@ def assert_prefix(loaded: DynamicCache, whole: DynamicCache, tokens: int) -> Non
 def test_load_gives_the_very_bits_that_were_stored(
     model: LlamaForCausalLM, profile: str, run_bytes: int
 ) -> None:
-    store = FakeStore(run_bytes=run_bytes)
+    store = DictStore(run_bytes=run_bytes)
     cache = computed(model, PROMPT)
     assert prefix_cache(store, model, (profile,)).store(PROMPT, cache) == 5
     loaded, reused = prefix_cache(store, model, (profile,)).load(torch.tensor([PROMPT]))
@@ -92,7 +92,7 @@ def test_bits_of_special_values_survive(model: LlamaForCausalLM) -> None:
         cache.update(
             bits.to(integers).view(model.dtype), bits.to(integers).view(model.dtype), number
         )
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model, ("lossless",))
     assert ours.store(PROMPT, cache) == 1
     loaded, reused = ours.load(PROMPT)
@@ -102,7 +102,7 @@ def test_bits_of_special_values_survive(model: LlamaForCausalLM) -> None:
 
 
 def test_canonical_order_is_layer_kv_token_head_dim(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     cache = computed(model, PROMPT)
     prefix_cache(store, model).store(PROMPT, cache)
     payload = bytearray(store.bytes_of(1)[frame.header_bytes(1) :])
@@ -126,7 +126,7 @@ def test_gather_undoes_scatter() -> None:
 def test_r10_one_token_is_always_left_to_compute(
     model: LlamaForCausalLM, tokens: int, expected: int
 ) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     ours.store(PROMPT, computed(model, PROMPT))
     loaded, reused = ours.load(PROMPT[:tokens])
@@ -137,7 +137,7 @@ def test_r10_one_token_is_always_left_to_compute(
 
 @pytest.mark.parametrize("held", [1, 7, 8, 9, 15, 16, 17, 24])
 def test_r09_only_whole_blocks_are_stored_and_loaded(model: LlamaForCausalLM, held: int) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     cache = computed(model, PROMPT[:held])
     assert ours.store(PROMPT, cache) == held // BLOCK
@@ -146,7 +146,7 @@ def test_r09_only_whole_blocks_are_stored_and_loaded(model: LlamaForCausalLM, he
 
 
 def test_a_second_store_writes_only_what_is_new(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     cache = computed(model, PROMPT)
     assert ours.store(PROMPT[: 2 * BLOCK], cache) == 2
@@ -196,7 +196,7 @@ DAMAGE = {
 def test_r11_a_doubtful_frame_ends_the_load_there(
     model: LlamaForCausalLM, damage: Callable[[memoryview], None]
 ) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     cache = computed(model, PROMPT)
     ours.store(PROMPT, cache)
@@ -212,7 +212,7 @@ def test_r11_a_doubtful_frame_ends_the_load_there(
 def test_a_frame_that_changes_while_it_is_copied_is_not_used(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     ours.store(PROMPT, computed(model, PROMPT))
     decode = ours._copier._decode
@@ -226,7 +226,7 @@ def test_a_frame_that_changes_while_it_is_copied_is_not_used(
 
 
 def test_a_damaged_lossless_payload_is_a_miss(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model, ("lossless",))
     ours.store(PROMPT, computed(model, PROMPT))
     start = frame.header_bytes(1)
@@ -235,7 +235,7 @@ def test_a_damaged_lossless_payload_is_a_miss(model: LlamaForCausalLM) -> None:
 
 
 def test_generation_goes_on_when_the_store_is_gone(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     cold = ours.generate(PROMPT, 6)
     assert (cold.reused, cold.stored) == (0, 5)
@@ -251,7 +251,7 @@ def test_generation_goes_on_when_the_store_is_gone(model: LlamaForCausalLM) -> N
 def test_an_error_of_ours_does_not_reach_the_engine(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     ours.store(PROMPT, computed(model, PROMPT))
 
@@ -269,7 +269,7 @@ def test_an_error_of_ours_does_not_reach_the_engine(
 
 
 def test_generated_tokens_are_kept_for_the_next_turn(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     first = ours.generate(PROMPT, 2 * BLOCK)
     conversation = [*PROMPT, *first.tokens, 5, 6, 7]
@@ -278,7 +278,7 @@ def test_generated_tokens_are_kept_for_the_next_turn(model: LlamaForCausalLM) ->
 
 
 def test_a_pending_match_is_waited_for(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     ours.store(PROMPT, computed(model, PROMPT))
     store.pending = True
@@ -287,7 +287,7 @@ def test_a_pending_match_is_waited_for(model: LlamaForCausalLM) -> None:
 
 
 def test_a_load_past_its_deadline_stops_and_ends_its_lease(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     ours.store(PROMPT, computed(model, PROMPT))
     ours.deadline_s = 0.0
@@ -297,7 +297,7 @@ def test_a_load_past_its_deadline_stops_and_ends_its_lease(model: LlamaForCausal
 
 
 def test_lossy_classes_mark_what_is_computed_on_top(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     lossy = PrefixCache(
         Client(store),
         model,
@@ -314,11 +314,11 @@ def test_lossy_classes_mark_what_is_computed_on_top(model: LlamaForCausalLM) -> 
 @pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], [1.5, 2.5], [-1], [1 << 31]])
 def test_wrong_arguments_do_raise(model: LlamaForCausalLM, ids: list[int]) -> None:
     with pytest.raises(TierKVError, match="ids"):
-        prefix_cache(FakeStore(), model).load(ids)
+        prefix_cache(DictStore(), model).load(ids)
 
 
 def test_a_cache_of_another_model_is_not_stored(model: LlamaForCausalLM) -> None:
-    store = FakeStore()
+    store = DictStore()
     ours = prefix_cache(store, model)
     cache = DynamicCache(config=model.config)
     for number in range(2):
@@ -329,7 +329,7 @@ def test_a_cache_of_another_model_is_not_stored(model: LlamaForCausalLM) -> None
 
 
 def test_files_name_the_weights(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    store = FakeStore()
+    store = DictStore()
     caches = []
     for name in ("one", "elsewhere"):
         model.save_pretrained(tmp_path / name)
