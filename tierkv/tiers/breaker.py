@@ -39,6 +39,7 @@ class Breaker:
         self._row = 0
         self._delay_s = first_s
         self._trial_at: float | None = None
+        self._trying = False
 
     @property
     def is_open(self) -> bool:
@@ -52,6 +53,7 @@ class Breaker:
         if now < self._trial_at:
             return False
         self._trial_at = now + self._most_s
+        self._trying = True
         return True
 
     def succeeded(self) -> None:
@@ -59,11 +61,13 @@ class Breaker:
         self._row = 0
         self._delay_s = self._first_s
         self._trial_at = None
+        self._trying = False
 
     def failed(self, now: float) -> None:
-        """Report a call that failed."""
+        """Report a call that failed; one that began before the breaker opened changes nothing."""
         self._row += 1
-        if self._row < self._failures:
+        if self._row < self._failures or (self.is_open and not self._trying):
             return
+        self._trying = False
         self._trial_at = now + self._delay_s * (JITTER + (1 - JITTER) * self._draw())
         self._delay_s = min(self._delay_s * 2, self._most_s)
