@@ -1,157 +1,136 @@
-"""A store in one dict, to test a connector against what a real store does rarely.
+"""A store of a few lines for tests of what lies before it: frames of one part, one page each."""
 
-It can lay frames in many runs, change them while they are read, answer late, and be gone.
-"""
-
-import itertools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from tierkv import calls
 
-from tierkv import calls, frame
-from tierkv.codec import profile_of
-from tierkv.fidelity import Fidelity
-from tierkv.key import KEY_BYTES
-from tierkv.part import PACKED_BYTES, Part
+PAGE_BYTES = 1 << 16
+PAGES = 64
 
-Run = tuple[int, int]
+
+class FakeArena:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("tierkv-test", os.MFD_CLOEXEC)
+        self.nbytes = PAGES * PAGE_BYTES
+        self.page_bytes = PAGE_BYTES
+        self.epoch = time.time_ns()
+        os.ftruncate(self.fd, self.nbytes)
+        self.map = mmap.mmap(self.fd, self.nbytes)
+        self.view = memoryview(self.map)
 
 
 class FakeStore:
-    """A `Channel` over an arena of its own; profiles are taken as the client prefers them."""
+    """Implements `control.Control`. A namespace named "bug" raises, "hang" is never final."""
 
-    def __init__(self, arena_bytes: int = 64 << 20, run_bytes: int = 1 << 30) -> None:
-        self.arena = memoryview(bytearray(arena_bytes))
-        self.frames: dict[bytes, list[Run]] = {}
-        self.run_bytes = run_bytes
-        self.gone = False
-        self.pending = False
-        self.borrowed = 0
-        self.log: list[calls.Call] = []
-        self._next = 0
-        self._numbers = itertools.count(1)
-        self._open: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self.arena = FakeArena()
+        self.free = list(range(PAGES))
+        self.ready: dict[bytes, int] = {}
+        self.holds: dict[int, tuple[int, str, Any]] = {}
+        self.next = time.time_ns()
+        self.log: list[tuple[str, int]] = []
+        self.waits: list[Callable[[Any], None]] = []
+        self.pause_s = 0.0
 
-    def call(self, call: calls.Call, timeout_s: float | None = None) -> Any | None:
-        self.log.append(call)
-        return None if self.gone else getattr(self, f"_{type(call).__name__}")(call)
+    def hold(self, owner: int, kind: str, what: object) -> int:
+        self.next += 1
+        self.holds[self.next] = owner, kind, what
+        return self.next
 
-    def post(self, call: calls.Call) -> None:
-        self.log.append(call)
-        if isinstance(call, calls.ReleaseCall):
-            self._open.pop(call.match or call.transfer, None)
-        elif isinstance(call, calls.AbortCall):
-            self._open.pop(call.reservation, None)
+    def take(self, owner: int, kind: str, number: int) -> Any | None:
+        found = self.holds.get(number)
+        if found is None or found[:2] != (owner, kind):
+            return None
+        return self.holds.pop(number)[2]
 
-    def borrow(self) -> memoryview | None:
-        self.borrowed += not self.gone
-        return None if self.gone else self.arena
+    def keys(self, call: Any) -> list[bytes]:
+        return [call.keys[at : at + 32] for at in range(0, len(call.keys), 32)]
 
-    def give_back(self) -> None:
-        self.borrowed -= 1
+    def match(self, owner: int, call: calls.MatchCall) -> calls.MatchReply:
+        if call.namespace == "bug":
+            raise ZeroDivisionError("on purpose")
+        if call.namespace == "slow":
+            time.sleep(self.pause_s)
+        found = []
+        for key in self.keys(call):
+            if key not in self.ready:
+                break
+            found.append(self.ready[key])
+        pending = call.namespace == "hang"
+        number = self.hold(owner, "match", found) if found or pending else 0
+        return calls.MatchReply(match=number, blocks=len(found), pending=pending)
 
-    def close(self) -> None:
-        self.gone = True
+    def wait(self, owner: int, call: calls.WaitCall, done: Callable[[Any], None]) -> None:
+        self.waits.append(done)
 
-    @property
-    def held(self) -> int:
-        """Matches, transfers and reservations that nobody ended."""
-        return len(self._open)
+    def settle(self, owner: int, call: calls.SettleCall) -> calls.MatchReply:
+        return calls.MatchReply(match=call.match, blocks=0)
 
-    def bytes_of(self, number: int) -> memoryview:
-        """Return the first run of the frame that was stored as the `number`th."""
-        start, length = list(self.frames.values())[number][0]
-        return self.arena[start : start + length]
+    def release(self, owner: int, call: calls.ReleaseCall) -> None:
+        self.take(owner, "match", call.match)
+        self.take(owner, "transfer", call.transfer)
 
-    def _MatchCall(self, call: calls.MatchCall) -> calls.MatchReply:  # noqa: N802
-        keys = _split(call.keys, KEY_BYTES)
-        held = list(itertools.takewhile(self.frames.__contains__, keys))
-        number = next(self._numbers)
-        self._open[number] = held
-        if self.pending:
-            return calls.MatchReply(match=number, blocks=0, pending=True)
-        return calls.MatchReply(match=number, blocks=len(held), sources={"host": len(held)})
-
-    def _WaitCall(self, call: calls.WaitCall) -> calls.MatchReply:  # noqa: N802
-        count = len(self._open[call.match])
-        return calls.MatchReply(match=call.match, blocks=count, sources={"nvme": count})
-
-    def _GetCall(self, call: calls.GetCall) -> calls.GetReply:  # noqa: N802
-        keys = self._open.pop(call.match)[: call.blocks]
-        number = next(self._numbers)
-        self._open[number] = keys
-        counts, runs = _packed([self.frames[key] for key in keys])
+    def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
+        pages = self.take(owner, "match", call.match)
+        if pages is None:
+            return calls.GetReply(transfer=0)
+        runs = b"".join(struct.pack("<2q", page * PAGE_BYTES, PAGE_BYTES) for page in pages)
+        counts = struct.pack("<H", 1) * len(pages)
+        number = self.hold(owner, "transfer", pages)
         return calls.GetReply(transfer=number, run_counts=counts, runs=runs)
 
-    def _PutCall(self, call: calls.PutCall) -> calls.PutReply:  # noqa: N802
-        assert len(call.parts) == PACKED_BYTES, "one part is enough here"
-        keys = _split(call.keys, KEY_BYTES)
-        units = [number for number, key in enumerate(keys) if key not in self.frames]
-        if not units:
-            return calls.PutReply(reservation=0, known=len(keys))
-        raw = int(np.frombuffer(call.raw_bytes, "<i8")[0])
-        size = frame.header_bytes(1) + raw + profile_of(call.profiles[0]).bound_extra
-        places = [self._place(size) for _ in units]
-        number = next(self._numbers)
-        self._open[number] = (call, units, places)
-        counts, runs = _packed(places)
+    def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
+        keys = self.keys(call)
+        if len(keys) > len(self.free):
+            return calls.PutReply(reservation=0, refused=len(keys))
+        pages = [self.free.pop() for _ in keys]
+        runs = b"".join(struct.pack("<2q", page * PAGE_BYTES, PAGE_BYTES) for page in pages)
         return calls.PutReply(
-            reservation=number,
-            profile=call.profiles[0],
-            known=len(keys) - len(units),
-            units=np.array(units, "<u4").tobytes(),
-            header_bytes=frame.header_bytes(1),
-            run_counts=counts,
+            reservation=self.hold(owner, "put", list(zip(keys, pages, strict=True))),
+            units=struct.pack(f"<{len(keys)}I", *range(len(keys))),
+            run_counts=struct.pack("<H", 1) * len(keys),
             runs=runs,
         )
 
-    def _CommitCall(self, call: calls.CommitCall) -> calls.Done:  # noqa: N802
-        put, units, places = self._open.pop(call.reservation)
-        lengths = np.frombuffer(call.lengths, "<i8").tolist()
-        done = 0
-        for unit, runs, length in zip(units, places, lengths, strict=True):
-            if length:
-                key = put.keys[unit * KEY_BYTES : (unit + 1) * KEY_BYTES]
-                packed = frame.pack(_header(put, key, unit, length))
-                self.arena[runs[0][0] : runs[0][0] + len(packed)] = packed
-                self.frames[key] = runs
-                done += 1
-        return calls.Done(units=done)
+    def commit(self, owner: int, call: calls.CommitCall) -> calls.Done:
+        found = self.take(owner, "put", call.reservation) or []
+        self.ready.update(found)
+        return calls.Done(units=len(found))
 
-    def _place(self, size: int) -> list[Run]:
-        runs = []
-        while size > 0:
-            length = min(self.run_bytes, size)
-            runs.append((self._next, length))
-            self._next += length + 4096  # so that runs never touch
-            size -= length
-        assert self._next <= len(self.arena), "give the fake a larger arena"
-        return runs
+    def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
+        self.free += [page for _, page in self.take(owner, "put", call.reservation) or []]
+        return calls.Done()
 
+    def flush(self, call: calls.FlushCall, done: Callable[[calls.FlushReply], None]) -> None:
+        done(calls.FlushReply(durable=bytes(len(call.keys) // 32)))
 
-def _header(put: calls.PutCall, key: bytes, unit: int, length: int) -> frame.Header:
-    return frame.Header(
-        codec_id=profile_of(put.profiles[0]).codec_id,
-        flags=0,
-        fidelity=Fidelity(put.fidelity),
-        tokens=put.tokens_per_block,
-        position=put.position + unit * put.tokens_per_block,
-        generation=0,
-        fingerprint=put.fingerprint,
-        key=key,
-        namespace=bytes(16),
-        artifact=bytes(32),
-        part=Part.unpack(put.parts),
-        raw_bytes=int(np.frombuffer(put.raw_bytes, "<i8")[0]),
-        epoch=1,
-        segments=(length,),
-    )
+    def clear(self, call: calls.ClearCall, done: Callable[[calls.ClearReply], None]) -> None:
+        self.ready.clear()
+        done(calls.ClearReply(generation=1, removed={}, failed={}))
 
+    def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
+        done({"holds": len(self.holds), "free": len(self.free), "counters": {"own": 1}})
 
-def _packed(places: list[list[Run]]) -> tuple[bytes, bytes]:
-    counts = np.array([len(runs) for runs in places], "<u2").tobytes()
-    return counts, np.array([run for runs in places for run in runs], "<i8").tobytes()
+    def tick(self) -> float:
+        return 0.05
 
+    def end_leases(self, owner: int) -> None:
+        self.log.append(("end_leases", owner))
+        for number, (of, kind, _) in list(self.holds.items()):
+            if of == owner and kind == "match":
+                del self.holds[number]
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
+    def disown(self, owner: int) -> None:
+        self.log.append(("disown", owner))
+        for number, (of, kind, what) in list(self.holds.items()):
+            if of == owner:
+                del self.holds[number]
+                self.free += [page for _, page in what] if kind == "put" else []
+
+    def close(self, grace_s: float) -> None:
+        self.log.append(("close", 0))

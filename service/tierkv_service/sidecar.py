@@ -1,0 +1,113 @@
+"""Sidecar: from settings to a process that serves, and to its end.
+
+`python -m tierkv_service.sidecar` is a private one (`tierkv_connectors.private`): it reads its
+order from standard input and ends with the process that started it.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tierkv.cache import TierKV
+from tierkv.control import Control
+from tierkv.errors import TierKVError, unavailable
+from tierkv.settings import Settings, SocketSettings, socket_path
+from tierkv_connectors.private import Order
+from tierkv_service import http
+from tierkv_service.locks import ARENA_WAIT_S, Locks
+from tierkv_service.loop import Loop, on_signals
+from tierkv_service.server import Server
+from tierkv_service.session import ArenaFile
+
+SWITCH_INTERVAL_S = 0.0002
+"""Executor threads hold the interpreter at most this long while an answer waits."""
+
+_log = logging.getLogger("tierkv.sidecar")
+
+
+def run(settings: Settings, *, parent: int = 0, arena_wait_s: float = ARENA_WAIT_S) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends the process at once.
+
+    Args:
+        settings: of the store, the socket and the HTTP process.
+        parent: end when this process, the one that started us, is gone; 0: whoever it was.
+        arena_wait_s: how long clients of an earlier sidecar may take to let go of its memory.
+
+    Returns: the exit code.
+
+    Raises:
+        TierKVError: something that the settings ask for cannot be had.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    path = socket_path(settings)
+    locks = Locks(path, settings.socket)
+    locks.take_arena(arena_wait_s)
+    store = TierKV(settings)
+    child = http.spawn(settings.http, path) if settings.http.enabled else None
+    try:
+        serve(store, store.host, locks, settings.socket, parent)
+    finally:
+        store.close(settings.store.grace_s)
+        if child is not None:
+            child.stop()
+        locks.close()
+    return 0
+
+
+def serve(
+    control: Control, arena: ArenaFile, locks: Locks, settings: SocketSettings, parent: int = 0
+) -> None:
+    """Answer clients until told to stop; their connections are closed then, `control` is not."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    loop = Loop()
+    with contextlib.ExitStack() as ends:
+        ends.callback(loop.close)
+        uids = {*settings.uids, os.geteuid()} if settings.uids else None
+        locks.share_arena()
+        server = Server(loop, control, arena, locks.listen(), uids)
+        ends.callback(server.close)
+        on_signals(loop, loop.stop)
+        if parent:
+            ends.callback(_follow(loop, parent))
+        gc.collect()
+        gc.freeze()
+        _log.info("listening at %s, pid %d", locks.path, os.getpid())
+        loop.run()
+        _log.info("stopping")
+
+
+def _follow(loop: Loop, parent: int) -> Callable[[], None]:
+    """Stop when the process that started us is gone; returns what ends the watch."""
+    try:
+        pidfd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        loop.stop()
+        return lambda: None
+    loop.watch(pidfd, select.EPOLLIN, lambda _events: loop.stop())
+    return lambda: os.close(pidfd)
+
+
+def main() -> int:
+    """Serve as the order on standard input says."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    try:
+        if os.getppid() != order.parent:
+            raise unavailable("the process that started this sidecar is gone")
+        return run(order.settings, parent=order.parent)
+    except TierKVError as error:
+        sys.stderr.write(f"tierkv: {error}\n")
+        return 1
+    finally:
+        shutil.rmtree(Path(order.settings.socket.path).parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
