@@ -23,9 +23,9 @@ from typing import Any, Literal
 import msgspec
 
 from tierkv.errors import TierKVError, invalid, unavailable
+from tierkv.tiers.endpoint import RedisSettings
 from tierkv.tiers.host import HostSettings
 from tierkv.tiers.nvme import NvmeSettings
-from tierkv.tiers.redis import RedisSettings
 
 SOCKET_NAME = "tierkv.sock"
 TEMPORARY = Path("/tmp")  # noqa: S108 - what is made there is checked

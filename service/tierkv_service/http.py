@@ -27,6 +27,8 @@ MIN_TOKEN_CHARS = 16
 MAX_TOKEN_BYTES = 4096
 _BACKLOG = 128
 
+_log = logging.getLogger("tierkv.http")
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What the child is told on its standard input: one line of JSON."""
@@ -72,7 +74,9 @@ def spawn(settings: HttpSettings, socket_path: str | Path) -> HttpProcess:
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.flush()
     address = f"[{settings.address}]" if ":" in settings.address else settings.address
-    return HttpProcess(process, f"http://{address}:{port}")
+    url = f"http://{address}:{port}"
+    _log.info("health and metrics at %s", url)
+    return HttpProcess(process, url)
 
 
 def listen(settings: HttpSettings) -> socket.socket:
