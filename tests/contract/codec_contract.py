@@ -154,9 +154,9 @@ class CodecContract:
     def test_is_a_frozen_value_that_the_registry_finds(self) -> None:
         codec = self.codec
         assert dataclasses.is_dataclass(codec)
-        assert hash(codec) == hash(dataclasses.replace(codec))  # type: ignore[type-var]
+        assert hash(codec) == hash(dataclasses.replace(codec))
         with pytest.raises(dataclasses.FrozenInstanceError):
-            codec.name = "other"  # type: ignore[misc]
+            codec.name = "other"
         assert CODECS.of_id(codec.id) == CODECS.named(codec.name) == codec
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -207,8 +207,8 @@ class CodecContract:
         finally:
             torch.set_num_threads(threads)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        for count in ("1", "3"):
-            command = [sys.executable, "-c", DIGEST_SCRIPT, self.codec.name, count]
+        for setting in ("1", "3"):
+            command = [sys.executable, "-c", DIGEST_SCRIPT, self.codec.name, setting]
             run = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=60
             )

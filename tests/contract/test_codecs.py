@@ -1,12 +1,12 @@
 """Every codec against the contract, and what `lossless` is for: fewer bytes on real KV."""
 
-import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+import bench.lossless
 from tests.contract.codec_contract import ExactCodecContract, encoded, kv_like, random_bits
 from tierkv.codec import BY_CODEC_ID
 from tierkv.errors import ErrorKind, TierKVError
@@ -89,17 +89,7 @@ class TestLossless(ExactCodecContract):
 
 @pytest.fixture(scope="module")
 def real_kv(model_dir: Path) -> torch.Tensor:
-    """Return the bf16 KV of a short English prompt in canonical order."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-
-    text = pydoc_data.topics.topics["assignment"]
-    ids = AutoTokenizer.from_pretrained(model_dir)(text, return_tensors="pt").input_ids
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(ids[:, :PROMPT_TOKENS], cache=cache, logits_to_keep=1)
-    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
-    return torch.stack(layers).transpose(2, 3).contiguous()
+    return bench.lossless.real_kv(model_dir, PROMPT_TOKENS)
 
 
 @dataclass(frozen=True)
