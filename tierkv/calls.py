@@ -99,10 +99,16 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     transfer: int
     run_counts: bytes = b""
     runs: bytes = b""
+    verify: bool = False
+    """Compare the payload checksums of these frames."""
 
 
 class PutCall(Call, tag="put"):
-    """Offer sealed blocks. `profiles` are those the client can encode; the store picks one."""
+    """Offer sealed blocks. `profiles` are those the client can encode; the store picks one.
+
+    `keys` is the whole chain from its first block; blocks before `start` are touched, not offered.
+    `position` is that of the chain's first token.
+    """
 
     namespace: str
     fingerprint: bytes
@@ -113,6 +119,7 @@ class PutCall(Call, tag="put"):
     fidelity: int
     position: int
     tokens_per_block: int
+    start: int = 0
     profiles: tuple[str, ...] = ("raw",)
     derived: bool = False
 
@@ -131,13 +138,19 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     header_bytes: int = 0
     run_counts: bytes = b""
     runs: bytes = b""
+    seal: bool = False
+    """Send the payload checksums with the commit: RAM is verified on every read."""
 
 
 class CommitCall(Call, tag="commit"):
-    """Make written units visible: int64 payload bytes of each unit in order, 0 gives one up."""
+    """Make written units visible: int64 payload bytes of each unit in order, 0 gives one up.
+
+    `checksums`: xxh3-128 of each payload, n x 16 bytes, when the reply to the put asked for them.
+    """
 
     reservation: int
     lengths: bytes
+    checksums: bytes = b""
 
 
 class SettleCall(Call, tag="settle"):

@@ -58,6 +58,8 @@ COLUMNS = {
     "serial": "u4",
 }
 Rows = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.int64]
 Column = npt.NDArray[np.int64]
 _FIRST_ROWS = 1024
 
@@ -101,6 +103,10 @@ class Catalog:
             self._part_list.append(part)
             self._heads.append({})
         return number
+
+    def part_at(self, number: int) -> Part:
+        """Return the part of a number."""
+        return self._part_list[number]
 
     def part_of(self, row: int) -> Part:
         """Return a row's part."""

@@ -63,9 +63,10 @@ Pieces = list[memoryview]
 class Transfer:
     """Frames of a leased match, readable in place until close."""
 
-    def __init__(self, channel: Channel, number: int, call: MatchCall, frames: list[Pieces]) -> None:
+    def __init__(self, channel: Channel, reply: GetReply, call: MatchCall, frames: list[Pieces]) -> None:
         self._channel = channel
-        self._number = number
+        self._number = reply.transfer
+        self._verify = reply.verify
         self._call = call
         self._frames = frames
         self._contents: dict[int, bytes] = {}
@@ -86,6 +87,7 @@ class Transfer:
             or parsed.part.pack() != self._call.parts[part * PACKED_BYTES :][:PACKED_BYTES]
             or parsed.fingerprint != self._call.fingerprint
             or parsed.fidelity < self._call.fidelity
+            or (self._verify and not frame.verify(parsed, self._frames[unit]))
         ):
             return None
         self._contents[unit] = bytes(head[frame.CONTENT])
@@ -133,6 +135,7 @@ class Reservation:
         self.refused = reply.refused
         self.units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
         self._header_bytes = reply.header_bytes
+        self._seal = reply.seal
 
     def payload(self, index: int) -> Pieces:
         """Return where the payload of `units[index]` goes: views of the arena, in order."""
@@ -145,9 +148,15 @@ class Reservation:
         """
         if not self.number:
             return 0
+        sums = [
+            frame.digest(frame.cut(self.payload(index), 0, length))
+            for index, length in enumerate(lengths)
+            if self._seal
+        ]
         self._end()
         data = struct.pack(f"<{len(lengths)}q", *lengths)
-        reply = self._channel.call(CommitCall(reservation=self.number, lengths=data))
+        call = CommitCall(reservation=self.number, lengths=data, checksums=b"".join(sums))
+        reply = self._channel.call(call)
         self.number = 0
         return reply.units if isinstance(reply, Done) else 0
 
@@ -202,7 +211,7 @@ class Client:
             self._channel.give_back()
             return None
         frames = _cut_frames(arena, reply.run_counts, reply.runs)
-        return Transfer(self._channel, reply.transfer, call, frames)
+        return Transfer(self._channel, reply, call, frames)
 
     def put(self, call: PutCall) -> Reservation | None:
         """Ask where to write blocks; None when there is nothing to write or nobody to ask."""

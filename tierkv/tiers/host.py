@@ -5,6 +5,7 @@ steps (`grow`) and a page is handed out only once it is backed, so nobody ever t
 there. Locators name runs: (count << 32 | first page) for one run, a negative number for a list of runs.
 """
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -18,7 +19,8 @@ from tierkv.errors import invalid, unavailable
 from tierkv.tier import DONE, Item, Outcome, Space, Status
 from tierkv.tiers.runs import PageRuns, Run
 
-GROW_BYTES = 256 << 20
+GROW_BYTES = 64 << 20
+_POPULATE_WRITE = 23
 _HEADROOM = 64 << 20
 
 
@@ -77,6 +79,7 @@ class HostTier:
             except OSError as error:
                 self.problem = f"arena stopped at {self._backed >> 20} MiB: {error.strerror}"
                 size = 0
+            populate(self.view[self._backed : self._backed + size])
         return self._backed, size
 
     def back(self, step: tuple[int, int]) -> bool:
@@ -183,6 +186,17 @@ class HostTier:
         if item.locator < 0:
             return item.locator in self._lists
         return (item.locator & 0xFFFFFFFF) * self.page_bytes < self._backed
+
+
+def populate(view: memoryview) -> None:
+    """Enter shared memory into this process's page table, so that the first copy does not fault.
+
+    The GIL is free meanwhile. A kernel that cannot (before 5.14) leaves it to the faults.
+    """
+    if len(view):
+        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        size = ctypes.c_size_t(len(view))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, _POPULATE_WRITE)
 
 
 def available_bytes() -> int:

@@ -1,0 +1,287 @@
+"""TierKV: the store's face. Implements `control.Control` over puts, matches, stages and write-behind.
+
+    match -> Matches -> (Stages -> read lanes) -> get -> the client copies out -> release
+    put   -> Puts -> the client copies in -> commit -> WriteBehind -> write lanes
+
+Every method takes the lock for microseconds; I/O happens on the executor's lanes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from tierkv import calls
+from tierkv.catalog import Rows, State
+from tierkv.clock import Clock
+from tierkv.codec import BY_CODEC_ID
+from tierkv.executor import Executor, Threads
+from tierkv.matches import Matches
+from tierkv.namespace import DIGEST_BYTES, digest_of
+from tierkv.part import Part
+from tierkv.policies.lru import Lru
+from tierkv.policy import Policy
+from tierkv.puts import Puts
+from tierkv.report import report
+from tierkv.settings import Settings, StoreSettings
+from tierkv.stages import Stages
+from tierkv.stat import to_wire
+from tierkv.store import RAM, Lower, Store
+from tierkv.tier import DurableTier
+from tierkv.tiers.host import HostTier
+from tierkv.tiers.nvme import NvmeTier
+from tierkv.tiers.redis import RedisTier
+from tierkv.write_behind import WriteBehind
+
+READ_THREADS = 4
+
+
+class TierKV:
+    """A store over host RAM and the lower tiers given, fastest first."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        lower: Sequence[DurableTier],
+        *,
+        executor: Executor,
+        settings: StoreSettings,
+        clock: Clock = time.monotonic,
+        policy: Policy | None = None,
+    ) -> None:
+        policy = policy or Lru(1 + len(lower))
+        self._store = Store(host, lower, policy, executor, clock, settings)
+        self._write_behind = WriteBehind(self._store)
+        self._matches = Matches(self._store)
+        self._stages = Stages(self._store, self._matches)
+        self._puts = Puts(self._store, self._write_behind)
+        self._started = clock()
+        self._closed = False
+        for low in self._store.lower:
+            self._recover(low)
+        self._grow()
+
+    @classmethod
+    def open(cls, settings: Settings) -> Self:
+        """Build the tiers of the settings and the store over them. Raises: TierKVError."""
+        lower: list[DurableTier] = []
+        lanes = {"control": 2, "grow": 1}
+        if settings.nvme is not None:
+            lower.append(NvmeTier(settings.nvme))
+        if settings.redis is not None:
+            lower.append(RedisTier(settings.redis))
+        for tier in lower:
+            lanes |= {f"{tier.name}-read": READ_THREADS, f"{tier.name}-write": 1}
+        host = HostTier(settings.host)
+        return cls(host, lower, executor=Threads(lanes), settings=settings.store)
+
+    @property
+    def host(self) -> HostTier:
+        """The arena that clients map."""
+        return self._store.host
+
+    def match(self, owner: int, call: calls.MatchCall) -> calls.MatchReply:
+        """Answer from RAM and start a stage for what lies below."""
+        with self._store.lock:
+            if self._refusing():
+                return calls.MatchReply(match=0, blocks=0)
+            self._matches.expire()
+            return self._matches.match(owner, call)
+
+    def wait(
+        self, owner: int, call: calls.WaitCall, done: Callable[[calls.MatchReply], None]
+    ) -> None:
+        """Answer when the match is final."""
+        with self._store.lock:
+            self._matches.wait(owner, call.match, done)
+
+    def settle(self, owner: int, call: calls.SettleCall) -> calls.MatchReply:
+        """Make the match final now."""
+        with self._store.lock:
+            return self._matches.settle(owner, call.match)
+
+    def release(self, owner: int, call: calls.ReleaseCall) -> None:
+        """End a match or a transfer."""
+        with self._store.lock:
+            self._matches.release(owner, call.match, call.transfer)
+
+    def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
+        """Turn a lease into a transfer."""
+        with self._store.lock:
+            return self._matches.get(owner, call)
+
+    def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
+        """Reserve space for what is worth storing."""
+        with self._store.lock:
+            if self._refusing():
+                return calls.PutReply(reservation=0)
+            self._matches.expire()
+            return self._puts.put(owner, call)
+
+    def commit(self, owner: int, call: calls.CommitCall) -> calls.Done:
+        """Make written units visible."""
+        with self._store.lock:
+            return self._puts.commit(owner, call)
+
+    def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
+        """Give a reservation up."""
+        with self._store.lock:
+            return self._puts.abort(owner, call)
+
+    def flush(self, call: calls.FlushCall, done: Callable[[calls.FlushReply], None]) -> None:
+        """Answer when everything asked for is durable, failed, or the deadline passed."""
+        with self._store.lock:
+            self._write_behind.flush(call, done)
+
+    def clear(self, call: calls.ClearCall, done: Callable[[calls.ClearReply], None]) -> None:
+        """Raise the namespace's generation everywhere, then drop what is below it."""
+        store, digest = self._store, digest_of(call.namespace)
+        with store.lock:
+            generation = store.namespaces.generation(digest) + 1
+            store.namespaces.raise_to(digest, generation)
+            removed = self._drop_below(store.namespaces.number(digest))
+
+        def persist() -> None:
+            failed: dict[str, str] = {}
+            for low in store.lower:
+                try:
+                    low.tier.raise_generation(digest, generation)
+                except OSError as error:
+                    failed[low.name] = str(error)
+            done(calls.ClearReply(generation=generation, removed=removed, failed=failed))
+
+        store.executor.submit("control", persist)
+
+    def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
+        """Answer with counters and tiers, after trying each medium when asked to."""
+
+        def answer() -> None:
+            tiers = [self._store.host, *(low.tier for low in self._store.lower)]
+            problems = {tier.name: tier.probe() for tier in tiers} if call.probe else {}
+            with self._store.lock:
+                stat = report(
+                    self._store, self._matches, self._puts, self._write_behind, self._started,
+                    problems,
+                )  # fmt: skip
+            done(to_wire(stat))
+
+        if call.probe:
+            self._store.executor.submit("control", answer)
+        else:
+            answer()
+
+    def tick(self) -> float:
+        """End what is past its deadline."""
+        with self._store.lock:
+            self._write_behind.tick()
+            return max(self._matches.expire(), 0.001)
+
+    def end_leases(self, owner: int) -> None:
+        """End an owner's matches."""
+        with self._store.lock:
+            self._matches.end_leases(owner)
+
+    def disown(self, owner: int) -> None:
+        """End everything an owner held."""
+        with self._store.lock:
+            held = owner in {match.owner for match in self._matches.open.values()}
+            held |= owner in {who for who, _ in self._matches.transfers.values()}
+            self._store.counters["owner_died"] += held
+            self._matches.disown(owner)
+            self._puts.disown(owner)
+
+    def close(self, grace_s: float) -> None:
+        """Write down what is worth most within `grace_s` seconds and stop. Idempotent."""
+        if self._closed:
+            return
+        store, end = self._store, time.monotonic() + grace_s
+        with store.lock:
+            self._closed = True
+            if store.lower:
+                rows = store.policy.oldest(store.catalog.select(RAM, State.READY))[::-1]
+                self._write_behind.clear()
+                self._write_behind.offer(rows, bounded=False)
+        while time.monotonic() < end and not self._write_behind.idle():
+            time.sleep(0.005)
+        with store.lock:
+            self._write_behind.clear()
+        store.executor.close(max(end - time.monotonic(), 1.0))
+        for low in store.lower:
+            low.tier.close()
+        store.host.close()
+
+    def _refusing(self) -> bool:
+        return bool(self._closed or self._store.broken)
+
+    def _grow(self) -> None:
+        """Back the rest of the arena with memory, step by step, beside everything else."""
+        host, store = self._store.host, self._store
+
+        def step() -> None:
+            backed = host.more()
+            with store.lock:
+                if host.back(backed) and not self._closed:
+                    store.executor.submit("grow", step)
+
+        store.executor.submit("grow", step)
+
+    def _drop_below(self, namespace: int) -> dict[str, int]:
+        """Drop the placements of a namespace below its minimum; returns counts by tier."""
+        store, catalog = self._store, self._store.catalog
+        removed: dict[str, int] = {}
+        for tier, name in enumerate(catalog.tiers):
+            rows = catalog.select(tier, State.READY)
+            old = catalog.namespace[rows] == namespace
+            old &= catalog.generation[rows] < store.namespaces.minimum[namespace]
+            store.drop(rows[old])
+            removed[name] = int(old.sum())
+        return removed
+
+    def _recover(self, low: Lower) -> None:
+        """Take in what a tier found at start; frames below their namespace's minimum stay out."""
+        store = self._store
+        for digest, generation in low.tier.generations().items():
+            store.namespaces.raise_to(digest, generation)
+        found = low.tier.scan()
+        if not len(found):
+            return
+        numbers = store.namespaces.numbers(found["namespace"].reshape(-1, DIGEST_BYTES))
+        old = found["generation"] < store.namespaces.minimum[numbers]
+        granule = low.tier.granule
+        for row in found[old]:
+            low.tier.free(int(row["locator"]), -(-int(row["nbytes"]) // granule) * granule)
+        found, numbers = found[~old], numbers[~old]
+        order = np.lexsort((found["position"], -found["locator"]))
+        self._adopt(low, found[order], numbers[order])
+
+    def _adopt(self, low: Lower, found: Any, numbers: Rows) -> None:
+        """Make found frames ready placements; the first are noted as used last."""
+        store, catalog = self._store, self._store.catalog
+        from_codec = np.zeros(1 << 16, np.int8)
+        for codec_id, profile in BY_CODEC_ID.items():
+            from_codec[codec_id] = profile.number
+        granule = low.tier.granule
+        parts, inverse = np.unique(found["part"], axis=0, return_inverse=True)
+        rows = np.empty(len(found), np.int32)
+        for index, part in enumerate(parts.tolist()):
+            mine = np.flatnonzero(inverse.reshape(-1) == index)
+            some = found[mine]
+            data = some["key"].tobytes()
+            rows[mine] = catalog.begin(
+                low.number,
+                [data[at : at + 32] for at in range(0, len(data), 32)],
+                catalog.part_number(Part(*part)),
+                profile=from_codec[some["codec_id"]],
+                fidelity=some["fidelity"],
+                flags=some["flags"],
+                nbytes=some["nbytes"],
+                allocated=-(-some["nbytes"] // granule) * granule,
+                locator=some["locator"],
+                namespace=numbers[mine],
+                generation=some["generation"],
+                position=some["position"],
+            )
+        catalog.commit(rows)
+        store.policy.touched(catalog, rows)
+        store.totals["recovered"] += len(rows)

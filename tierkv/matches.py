@@ -1,0 +1,234 @@
+"""Matches: the longest usable run of a chain, leased in RAM; what lies below is staged while one waits.
+
+A match goes through: held in RAM -> (probe of a shared tier) -> (stage: RAM reserved whole, reads on the
+tiers' lanes) -> final -> lease -> transfer -> closed. Several matches may wait for one read: units on their
+way are noted in `_arriving` with the matches that want them. Called under the store's lock.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
+from tierkv.catalog import NONE, Bools, Rows, State
+from tierkv.cost import Recompute, load_seconds
+from tierkv.namespace import digest_of
+from tierkv.store import RAM, Store, in_state, keys_of, leading
+
+Done = Callable[[MatchReply], None]
+_NONE = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Match:
+    """One client's question until its lease ends."""
+
+    number: int
+    owner: int
+    call: MatchCall
+    namespace: int
+    keys: list[bytes]
+    parts: list[int]
+    deadline: float
+    rows: Rows = field(default_factory=lambda: _NONE)
+    """RAM placements held, by unit; NONE while a unit is on its way."""
+    awaited: dict[int, int] = field(default_factory=dict)
+    """RAM rows on their way that this match wants -> unit."""
+    pending: bool = False
+    probing: bool = False
+    load_s: float = 0.0
+    eta_s: float = 0.0
+    sources: Counter[str] = field(default_factory=Counter)
+    waiters: list[Done] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks from the head that are held."""
+        return leading(self.rows != NONE, len(self.parts)) if len(self.rows) else 0
+
+
+class Matches:
+    """Open matches and transfers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.open: dict[int, Match] = {}
+        self.transfers: dict[int, tuple[int, Rows]] = {}
+        self.arriving: dict[int, list[int]] = {}
+        """RAM row on its way -> numbers of the matches that want it."""
+        self._next = 1
+        self.on_pending: Callable[[Match], None] = lambda _: None
+        """Told of each match that RAM did not answer whole; may stage for it."""
+
+    def match(self, owner: int, call: MatchCall) -> MatchReply:
+        """Answer from RAM; pending when more may come. Raises: TierKVError (invalid)."""
+        store = self._store
+        parts = store.parts_of(call.parts)
+        keys = keys_of(call.keys, len(parts))
+        namespace = store.namespaces.number(digest_of(call.namespace))
+        deadline = store.clock() + call.deadline_s
+        match = Match(self._next, owner, call, namespace, keys, parts, deadline)
+        self._next += 1
+        heads = store.heads(keys, parts)
+        store.touch(heads)
+        store.totals["matches"] += 1
+        store.totals["asked_blocks"] += len(keys)
+        rows, ok = self.ready(match, heads)
+        held = rows[: leading(ok, len(parts)) * len(parts)] if len(ok) else rows
+        store.catalog.hold(held)
+        match.rows = held
+        match.sources["host"] = len(held) // len(parts)
+        self.open[match.number] = match
+        if match.blocks < len(keys) and store.lower and not store.broken:
+            self.on_pending(match)
+        if not match.pending:
+            self.finish(match)
+        return self.reply(match)
+
+    def ready(self, match: Match, heads: Rows) -> tuple[Rows, Bools]:
+        """Return the RAM placement of each unit and whether it may answer."""
+        rows = self._store.catalog.in_tier(heads, RAM)
+        ok = self._store.usable_copies(rows, match.call.fidelity, match.namespace)
+        return rows, ok & in_state(self._store.catalog, rows, State.READY)
+
+    def wait(self, owner: int, number: int, done: Done) -> None:
+        """Call `done` when the match is final."""
+        match = self._mine(owner, number)
+        if match is None:
+            done(MatchReply(match=0, blocks=0))
+        elif match.pending:
+            match.waiters.append(done)
+        else:
+            done(self.reply(match))
+
+    def settle(self, owner: int, number: int) -> MatchReply:
+        """Make a match final with what has arrived."""
+        match = self._mine(owner, number)
+        if match is None:
+            return MatchReply(match=0, blocks=0)
+        self.finish(match)
+        return self.reply(match)
+
+    def arrived(self, row: int, *, source: str, usable: bool) -> None:
+        """A row that matches may wait for is ready (or is not: then it is no row any more)."""
+        for number in self.arriving.pop(row, []):
+            match = self.open.get(number)
+            if match is None or row not in match.awaited:
+                continue
+            unit = match.awaited.pop(row)
+            one = np.array([row], np.int32)
+            if usable and self._store.usable_copies(one, match.call.fidelity, match.namespace)[0]:
+                self._store.catalog.hold(one)
+                match.rows[unit] = row
+                match.sources[source] += 1
+            if not match.awaited:
+                self.finish(match)
+
+    def finish(self, match: Match) -> None:
+        """Make a match final: what is behind a gap is let go, and everybody who waits is told."""
+        if match.awaited:
+            self._store.counters["stage_late"] += len(match.awaited)
+        match.awaited.clear()
+        match.pending = match.probing = False
+        keep = match.blocks * len(match.parts)
+        behind = match.rows[keep:]
+        self._store.unhold(behind[behind != NONE])
+        match.rows = match.rows[:keep]
+        match.deadline = self._store.clock() + match.call.deadline_s
+        self._count(match)
+        waiters, match.waiters = match.waiters, []
+        if not keep:
+            del self.open[match.number]
+        for done in waiters:
+            done(self.reply(match))
+
+    def reply(self, match: Match) -> MatchReply:
+        """Return the answer as it stands."""
+        call, blocks = match.call, match.blocks
+        store = self._store
+        stored = int(store.catalog.nbytes[match.rows].sum()) if blocks else 0
+        decode = store.decode_bps(match.rows)
+        load = load_seconds(stored, blocks * call.raw_bytes, store.rates()[RAM], decode)
+        cost = Recompute(call.linear, call.quadratic)
+        return MatchReply(
+            match=match.number if blocks or match.pending else 0,
+            blocks=blocks,
+            pending=match.pending,
+            eta_s=match.eta_s if match.pending else 0.0,
+            load_s=load,
+            recompute_s=cost.seconds(blocks * call.tokens_per_block, call.position),
+            staged=sum(match.sources.values()) - match.sources["host"],
+            sources=dict(match.sources),
+        )
+
+    def get(self, owner: int, call: GetCall) -> GetReply:
+        """Turn a final match into a transfer; the rest of its lease ends."""
+        match = self._mine(owner, call.match)
+        if match is None or match.pending or not 0 < call.blocks <= match.blocks:
+            return GetReply(transfer=0)
+        store = self._store
+        keep = call.blocks * len(match.parts)
+        rows = match.rows[:keep]
+        store.unhold(match.rows[keep:])
+        del self.open[match.number]
+        self.transfers[match.number] = (owner, rows)
+        store.totals["served_bytes"] += int(store.catalog.nbytes[rows].sum())
+        counts, runs = store.runs_of(rows)
+        return GetReply(
+            transfer=match.number,
+            run_counts=counts,
+            runs=runs,
+            verify=store.settings.verify == "always",
+        )
+
+    def release(self, owner: int, match: int, transfer: int) -> None:
+        """End a match or a transfer of this owner; unknown numbers are ignored."""
+        found = self._mine(owner, match)
+        if found is not None:
+            self._end(found)
+        held = self.transfers.get(transfer)
+        if held is not None and held[0] == owner:
+            del self.transfers[transfer]
+            self._store.unhold(held[1])
+
+    def expire(self) -> float:
+        """End what is past its deadline; returns the seconds to the next one, at most 1."""
+        now = self._store.clock()
+        for match in [match for match in self.open.values() if match.deadline <= now]:
+            if match.pending:
+                self.finish(match)
+            else:
+                self._store.counters["lease_expired"] += 1
+                self._end(match)
+        return min((match.deadline - now for match in self.open.values()), default=1.0)
+
+    def end_leases(self, owner: int) -> None:
+        """End an owner's matches."""
+        for match in [match for match in self.open.values() if match.owner == owner]:
+            self._end(match)
+
+    def disown(self, owner: int) -> None:
+        """End everything of an owner that is gone."""
+        self.end_leases(owner)
+        for number in [n for n, (held, _) in self.transfers.items() if held == owner]:
+            self.release(owner, 0, number)
+
+    def _end(self, match: Match) -> None:
+        match.awaited.clear()
+        self._store.unhold(match.rows[match.rows != NONE])
+        match.rows = _NONE
+        del self.open[match.number]
+        for done in match.waiters:
+            done(MatchReply(match=0, blocks=0))
+
+    def _mine(self, owner: int, number: int) -> Match | None:
+        match = self.open.get(number)
+        return match if match is not None and match.owner == owner else None
+
+    def _count(self, match: Match) -> None:
+        store, blocks = self._store, match.blocks
+        for name, count in match.sources.items():
+            store.hits[name] += count if name == "host" else count // len(match.parts)
+        store.totals["miss_blocks"] += len(match.keys) - blocks

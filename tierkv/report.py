@@ -1,0 +1,118 @@
+"""What a store says about itself, from its counters (`stat.StoreStat`)."""
+
+from tierkv import __version__
+from tierkv.catalog import NONE, State
+from tierkv.matches import Matches
+from tierkv.puts import Puts
+from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat
+from tierkv.store import HOST_RATES, RAM, Lower, Store
+from tierkv.write_behind import WriteBehind
+
+
+def report(
+    store: Store, matches: Matches, puts: Puts, write_behind: WriteBehind, started: float,
+    problems: dict[str, str],
+) -> StoreStat:
+    """Return the counters. Under the store's lock.
+
+    Args:
+        problems: what a probe found wrong, by tier name.
+    """  # fmt: skip
+    now = store.clock()
+    queues = write_behind.queues
+    oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
+    held = [rows for _, rows in matches.transfers.values()]
+    held += [match.rows[match.rows != NONE] for match in matches.open.values()]
+    return StoreStat(
+        version=__version__,
+        epoch=store.host.epoch,
+        uptime_s=now - started,
+        tiers=tuple(_tiers(store, problems)),
+        enabled=_enabled(store),
+        matches=store.totals["matches"],
+        asked_blocks=store.totals["asked_blocks"],
+        hits_by_tier_blocks=dict(store.hits),
+        miss_blocks=store.totals["miss_blocks"],
+        put_blocks=store.totals["put_units"],
+        known_blocks=store.totals["known_units"],
+        refused_blocks=store.counters["put_refused_full"],
+        served_bytes=store.totals["served_bytes"],
+        stored_bytes=store.totals["stored_bytes"],
+        holds=HoldStat(
+            clients=len({match.owner for match in matches.open.values()}),
+            matches=len(matches.open),
+            transfers=len(matches.transfers),
+            reservations=len(puts.open),
+            held_bytes=sum(int(store.catalog.allocated[rows].sum()) for rows in held),
+        ),
+        write_behind=WriteBehindStat(
+            queued_frames=sum(len(queue.waiting) + queue.batch for queue in queues),
+            queued_bytes=write_behind.nbytes,
+            limit_bytes=store.settings.write_behind_bytes * len(queues),
+            oldest_s=now - min(oldest) if oldest else 0.0,
+        ),
+        counters=_counters(store),
+    )
+
+
+def _tiers(store: Store, problems: dict[str, str]) -> list[TierStat]:
+    catalog, space = store.catalog, store.host.space()
+    used = int(catalog.bytes[RAM, State.WRITING :].sum())
+    tiers = [
+        TierStat(
+            name="host",
+            state="degraded" if problems.get("host") else "ok",
+            problem=problems.get("host", ""),
+            capacity_bytes=space.capacity,
+            used_bytes=used,
+            free_bytes=space.free,
+            placements=int(catalog.count[RAM, State.READY]),
+            read_bytes=store.totals["served_bytes"],
+            written_bytes=store.totals["stored_bytes"],
+            read_bps=HOST_RATES.read_bps,
+            write_bps=HOST_RATES.write_bps,
+            latency_s=HOST_RATES.latency_s,
+        )
+    ]
+    return tiers + [_lower(store, low, problems.get(low.name, "")) for low in store.lower]
+
+
+def _lower(store: Store, low: Lower, problem: str) -> TierStat:
+    catalog, space, rates = store.catalog, low.tier.space(), low.io.rates
+    off = store.clock() < low.off_until
+    problem = problem or ("left alone for some seconds after failures in a row" if off else "")
+    return TierStat(
+        name=low.name,
+        state="lost" if problem else "ok",
+        problem=problem,
+        durable=low.tier.durable,
+        capacity_bytes=space.capacity,
+        used_bytes=int(catalog.bytes[low.number, State.WRITING :].sum()),
+        dead_bytes=space.dead,
+        free_bytes=space.free,
+        placements=int(catalog.count[low.number, State.READY]),
+        read_bytes=low.io.read_bytes,
+        written_bytes=low.io.written_bytes,
+        read_bps=rates.read_bps,
+        write_bps=rates.write_bps,
+        latency_s=rates.latency_s,
+    )
+
+
+def _enabled(store: Store) -> dict[str, str]:
+    return {
+        "policy": store.policy.name,
+        "profiles": "raw, lossless",
+        "sync": store.settings.sync,
+        "verify": store.settings.verify,
+        "state": f"misses only: {store.broken}" if store.broken else "serving",
+    }
+
+
+def _counters(store: Store) -> dict[str, int]:
+    counters = dict(store.counters)
+    for low in store.lower:
+        for name, count in low.io.outcomes.items():
+            if not name.endswith("_done"):
+                counters[f"{low.name}_{name}"] = count
+    return {name: count for name, count in counters.items() if count}

@@ -1,0 +1,248 @@
+"""Store: the data that puts, matches and write-behind share, and the few steps they all take.
+
+Every method here is called under `lock` and does no I/O. Tier 0 of the catalog is host RAM; the lower
+tiers follow in the order given, fastest first.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.calls import MAX_UNITS
+from tierkv.catalog import NONE, Catalog, Rows, State
+from tierkv.clock import Clock
+from tierkv.codec import BY_NUMBER
+from tierkv.cost import Rates
+from tierkv.errors import invalid
+from tierkv.executor import Executor
+from tierkv.key import KEY_BYTES
+from tierkv.namespace import Namespaces
+from tierkv.part import PACKED_BYTES, Part
+from tierkv.policy import Policy
+from tierkv.settings import StoreSettings
+from tierkv.tier import DurableTier, FrameId, RegionTier, SharedTier
+from tierkv.tiers.host import HostTier
+from tierkv.wrap import Measured, Sealed
+
+RAM = 0
+READ_FAILURES = 3
+OFF_S = 5.0
+IO_DEADLINE_S = 5.0
+
+FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
+"""What is assumed of a tier until it was used: cautious figures of a small machine."""
+HOST_RATES = Rates(2e-5, 8e9, 8e9)
+
+
+@dataclass(slots=True)
+class Lower:
+    """A tier below RAM with what the store knows of it."""
+
+    number: int
+    tier: DurableTier
+    io: Measured
+    failures: int = 0
+    off_until: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    @property
+    def reads(self) -> str:
+        """Lane of reads."""
+        return f"{self.name}-read"
+
+    @property
+    def writes(self) -> str:
+        """Lane of writes; it has one thread."""
+        return f"{self.name}-write"
+
+    @property
+    def shared(self) -> SharedTier | None:
+        """The tier when other sidecars use it too."""
+        return self.tier if isinstance(self.tier, SharedTier) else None
+
+    @property
+    def regions(self) -> RegionTier | None:
+        """The tier when it frees space by the region."""
+        return self.tier if isinstance(self.tier, RegionTier) else None
+
+
+def lower_tier(number: int, tier: DurableTier) -> Lower:
+    """Wrap a tier for the store."""
+    return Lower(number, tier, Measured(Sealed(tier), FIRST_RATES[tier.name]))
+
+
+class Store:
+    """Catalog, tiers, policy and counters behind one lock."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        lower: Sequence[DurableTier],
+        policy: Policy,
+        executor: Executor,
+        clock: Clock,
+        settings: StoreSettings,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.host = host
+        self.lower = [lower_tier(number, tier) for number, tier in enumerate(lower, 1)]
+        self.catalog = Catalog(["host", *(tier.name for tier in lower)])
+        self.policy = policy
+        self.executor = executor
+        self.clock = clock
+        self.settings = settings
+        self.namespaces = Namespaces()
+        self.counters: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.broken = ""
+
+    def rates(self) -> list[Rates]:
+        """Return the rates by tier number."""
+        return [HOST_RATES, *(lower.io.rates for lower in self.lower)]
+
+    def usable(self, lower: Lower) -> bool:
+        """Return whether reads of a tier are worth planning: it is neither failing nor stuck."""
+        if self.executor.oldest(lower.reads) > IO_DEADLINE_S:
+            lower.off_until = self.clock() + OFF_S
+        return self.clock() >= lower.off_until
+
+    def failed(self, lower: Lower) -> None:
+        """Note a failed read; a tier that fails READ_FAILURES times in a row is left alone a while."""
+        lower.failures += 1
+        if lower.failures >= READ_FAILURES:
+            lower.failures = 0
+            lower.off_until = self.clock() + OFF_S
+            self.counters[f"off_{lower.name}"] += 1
+
+    def heads(self, keys: Sequence[bytes], parts: Sequence[int]) -> Rows:
+        """Return the first placement of every unit, block-major."""
+        if len(parts) == 1:
+            return self.catalog.find(keys, parts[0])
+        columns = [self.catalog.find(keys, part) for part in parts]
+        return np.stack(columns, axis=1).reshape(-1).astype(np.int32)
+
+    def usable_copies(self, rows: Rows, fidelity: int, namespace: int) -> npt.NDArray[np.bool_]:
+        """Return which placements may answer: namespace, generation, fidelity and a known codec."""
+        catalog = self.catalog
+        return (
+            (rows != NONE)
+            & (catalog.fidelity[rows] >= fidelity)
+            & (catalog.namespace[rows] == namespace)
+            & (catalog.generation[rows] >= self.namespaces.minimum[namespace])
+            & (catalog.profile[rows] > 0)
+        )
+
+    def touch(self, heads: Rows) -> None:
+        """Note that a whole chain was used, in every tier that holds any of it."""
+        rows = self.catalog.siblings(heads)
+        if rows:
+            flat = np.stack(rows, axis=1).reshape(-1)
+            self.policy.touched(self.catalog, flat[flat != NONE])
+
+    def drop(self, rows: Rows) -> None:
+        """Make ready placements invisible now and free their space, of held ones at the last unhold."""
+        if len(rows):
+            self.catalog.leave(rows)
+            self._gone(rows[self.catalog.holds[rows] == 0])
+
+    def unhold(self, rows: Rows) -> None:
+        """End one hold of each row."""
+        if len(rows):
+            self._gone(self.catalog.unhold(rows))
+
+    def abort(self, rows: Rows) -> None:
+        """Take back placements in `writing` and their space."""
+        if len(rows):
+            self._free(rows)
+            self.catalog.abort(rows)
+            self.policy.forgot(rows)
+
+    def _gone(self, rows: Rows) -> None:
+        if not len(rows):
+            return
+        for tier, mine in self.catalog.by_tier(rows):
+            shared = self.lower[tier - 1].shared if tier else None
+            if shared is not None:
+                ids = [self.frame_id(row) for row in mine.tolist()]
+                self.executor.submit(self.lower[tier - 1].writes, lambda ids=ids, s=shared: s.drop(ids))
+        self._free(rows)
+        self.catalog.gone(rows)
+        self.policy.forgot(rows)
+
+    def _free(self, rows: Rows) -> None:
+        catalog = self.catalog
+        for row in rows.tolist():
+            tier = catalog.tier[row]
+            place = self.lower[tier - 1].tier if tier else self.host
+            place.free(int(catalog.locator[row]), int(catalog.allocated[row]))
+
+    def frame_id(self, row: int) -> FrameId:
+        """Return the name of a placement's frame."""
+        catalog = self.catalog
+        return FrameId(catalog.keys[row], catalog.part_of(row), int(catalog.generation[row]))
+
+    def decode_bps(self, rows: Rows) -> float:
+        """Return the raw bytes per second of the slowest profile among rows."""
+        numbers = set(self.catalog.profile[rows].tolist()) & BY_NUMBER.keys()
+        return min((BY_NUMBER[number].decode_bps for number in numbers), default=float("inf"))
+
+    def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
+        """Return run counts (uint16) and byte runs (int64 pairs) of RAM placements."""
+        page = self.host.page_bytes
+        counts: list[int] = []
+        runs: list[tuple[int, int]] = []
+        for locator in self.catalog.locator[rows].tolist():
+            found = self.host.runs(locator)
+            counts.append(len(found))
+            runs += [(first * page, count * page) for first, count in found]
+        return np.array(counts, "<u2").tobytes(), np.array(runs, "<i8").tobytes()
+
+    def check(self) -> None:
+        """Assert the capacity invariant of every tier with a capacity; broken: only misses from now."""
+        try:
+            self.catalog.check(RAM, self.host.space())
+            for lower in self.lower:
+                if lower.shared is None:
+                    self.catalog.check(lower.number, lower.tier.space())
+        except AssertionError as error:
+            self.broken = str(error)
+            self.counters["invariant_broken"] += 1
+
+    def parts_of(self, packed: bytes) -> list[int]:
+        """Return part numbers of a call. Raises: TierKVError (invalid)."""
+        if not packed or len(packed) % PACKED_BYTES:
+            raise invalid(f"parts are n x {PACKED_BYTES} bytes, not {len(packed)}")
+        cut = range(0, len(packed), PACKED_BYTES)
+        return [self.catalog.part_number(Part.unpack(packed[at : at + PACKED_BYTES])) for at in cut]
+
+
+def keys_of(packed: bytes, parts: int) -> list[bytes]:
+    """Return the keys of a call. Raises: TierKVError (invalid) when out of bounds."""
+    count = len(packed) // KEY_BYTES
+    if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
+        raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def leading(ok: npt.NDArray[np.bool_], parts: int) -> int:
+    """Return how many blocks from the head have all their units."""
+    whole = ok.reshape(-1, parts).all(axis=1)
+    return len(whole) if whole.all() else int(np.argmin(whole))
+
+
+def in_state(catalog: Catalog, rows: Rows, *states: State) -> npt.NDArray[np.bool_]:
+    """Return which rows exist and are in one of the states."""
+    found = catalog.state[rows]
+    hit = found == states[0]
+    for state in states[1:]:
+        hit |= found == state
+    return hit & (rows != NONE)

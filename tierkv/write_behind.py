@@ -1,0 +1,282 @@
+"""Write-behind: RAM copies on their way to the lower tiers, at lowest priority.
+
+Each lower tier has a queue of placements, bounded in bytes; what does not fit is dropped and counted. The
+tier's one write thread takes the queue's head in batches, so writes reach the medium in order. Nothing is
+written twice: a unit that has a copy there, or is on its way, is passed over. Nothing polls: a job runs
+because something was offered.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierkv import planner
+from tierkv.calls import FlushCall, FlushReply
+from tierkv.catalog import NONE, Bools, Rows, State
+from tierkv.plan import RegionPlan
+from tierkv.store import RAM, Lower, Store, keys_of
+from tierkv.tier import Item, Outcome, RegionTier, Status
+from tierkv.tiers.host import aligned
+
+BATCH_BYTES = 8 << 20
+BATCH_FRAMES = 32
+_REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
+
+
+@dataclass(slots=True)
+class _Queue:
+    lower: Lower
+    waiting: deque[tuple[int, int, int, float]] = field(default_factory=deque)
+    """(row, serial, bytes, time offered)"""
+    nbytes: int = 0
+    running: bool = False
+    batch: int = 0
+    """Frames that are being written now."""
+
+
+@dataclass(slots=True)
+class _Flush:
+    call: FlushCall
+    deadline: float
+    done: Callable[[FlushReply], None]
+
+
+class WriteBehind:
+    """Queues, the batches they become, and the flushes that wait for them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.queues = [_Queue(lower) for lower in store.lower]
+        self._flushes: list[_Flush] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes waiting in all queues."""
+        return sum(queue.nbytes for queue in self.queues)
+
+    def offer(self, rows: Rows, *, bounded: bool = True) -> None:
+        """Queue RAM placements for every lower tier that lacks them. Under the store's lock."""
+        store, catalog = self._store, self._store.catalog
+        for queue in self.queues:
+            for row in rows.tolist():
+                size = int(catalog.nbytes[row])
+                if bounded and queue.nbytes + size > store.settings.write_behind_bytes:
+                    store.counters["demote_dropped"] += 1
+                    continue
+                queue.waiting.append((row, int(catalog.serial[row]), size, store.clock()))
+                queue.nbytes += size
+            self._start(queue)
+
+    def flush(self, call: FlushCall, done: Callable[[FlushReply], None]) -> None:
+        """Queue what is not durable yet and answer when it is, or at the deadline."""
+        store, catalog = self._store, self._store.catalog
+        flush = _Flush(call, store.clock() + call.deadline_s, done)
+        rows = catalog.in_tier(self._heads(call), RAM)
+        rows = rows[(rows != NONE)]
+        rows = rows[catalog.state[rows] == State.READY]
+        queued = {entry[0] for queue in self.queues for entry in queue.waiting}
+        missing = [row for row in rows.tolist() if row not in queued]
+        self._flushes.append(flush)
+        self.offer(np.array(missing, np.int32), bounded=False)
+        self._settle_flushes()
+
+    def tick(self) -> None:
+        """Answer flushes that are past their deadline."""
+        self._settle_flushes()
+
+    def idle(self) -> bool:
+        """Return whether nothing waits and nothing is being written."""
+        return not any(queue.waiting or queue.running for queue in self.queues)
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        for queue in self.queues:
+            queue.waiting.clear()
+            queue.nbytes = 0
+
+    def _start(self, queue: _Queue) -> None:
+        if queue.waiting and not queue.running:
+            queue.running = True
+            self._store.executor.submit(queue.lower.writes, lambda: self._run(queue))
+
+    def _run(self, queue: _Queue) -> None:
+        """Write one batch; a job of the tier's write thread."""
+        store, lower = self._store, queue.lower
+        if lower.regions is not None:
+            self._reclaim(lower, lower.regions)
+        with store.lock:
+            sources, copies = self._begin(queue)
+            items = [self._item(row, source) for row, source in zip(copies, sources, strict=True)]
+            queue.batch = len(items)
+        outcomes = lower.io.write(items) if items else []
+        with store.lock:
+            self._finish(np.array(sources, np.int32), copies, outcomes)
+            queue.running, queue.batch = False, 0
+            self._start(queue)
+            self._settle_flushes()
+            store.check()
+
+    def _begin(self, queue: _Queue) -> tuple[list[int], list[int]]:
+        """Take a batch off the queue, hold its RAM copies and mark the new ones `writing`."""
+        store, catalog = self._store, self._store.catalog
+        sources: list[int] = []
+        copies: list[int] = []
+        size = 0
+        while queue.waiting and len(copies) < BATCH_FRAMES and size < BATCH_BYTES:
+            row, serial, nbytes, _ = queue.waiting.popleft()
+            queue.nbytes -= nbytes
+            current = catalog.serial[row] == serial and catalog.state[row] == State.READY
+            if not current or self._there(row, queue.lower.number):
+                continue
+            copy = self._copy(row, queue.lower)
+            if copy is None:
+                store.counters["demote_failed"] += 1
+                continue
+            catalog.hold(np.array([row], np.int32))
+            sources.append(row)
+            copies.append(copy)
+            size += nbytes
+        return sources, copies
+
+    def _there(self, row: int, tier: int) -> bool:
+        catalog = self._store.catalog
+        heads = catalog.find([catalog.keys[row]], int(catalog.part[row]))
+        return bool(catalog.in_tier(heads, tier)[0] != NONE)
+
+    def _copy(self, row: int, lower: Lower) -> int | None:
+        """Begin a placement in a lower tier like the one in `row`; None when it does not fit."""
+        catalog = self._store.catalog
+        granule = lower.tier.granule
+        allocated = -(-int(catalog.nbytes[row]) // granule) * granule
+        locator = lower.tier.reserve(int(catalog.nbytes[row]))
+        if locator is None:
+            return None
+        names = ("profile", "fidelity", "flags", "nbytes", "namespace", "generation", "position")
+        same = {name: getattr(catalog, name)[row] for name in names}
+        key, part = catalog.keys[row], int(catalog.part[row])
+        rows = catalog.begin(
+            lower.number, [key], part, allocated=allocated, locator=locator, **same
+        )
+        return int(rows[0])
+
+    def _item(self, copy: int, source: int) -> Item:
+        store, catalog = self._store, self._store.catalog
+        pieces = store.host.pieces(int(catalog.locator[source]))
+        return Item(
+            store.frame_id(copy), int(catalog.locator[copy]), int(catalog.nbytes[copy]), pieces
+        )
+
+    def _finish(self, sources: Rows, copies: list[int], outcomes: list[Outcome]) -> None:
+        store, catalog = self._store, self._store.catalog
+        for copy, outcome in zip(copies, outcomes, strict=True):
+            row = np.array([copy], np.int32)
+            minimum = store.namespaces.minimum[catalog.namespace[copy]]
+            if outcome.status is Status.DONE and catalog.generation[copy] >= minimum:
+                catalog.commit(row)
+                store.policy.touched(catalog, row)
+                continue
+            if outcome.status is Status.DONE:
+                catalog.commit(row)
+                store.drop(row)
+                continue
+            store.abort(row)
+            store.counters[_REASONS.get(outcome.status, "demote_throttled")] += 1
+        store.unhold(sources)
+
+    def _reclaim(self, lower: Lower, tier: RegionTier) -> None:
+        """Free regions until a batch fits beside one spare region for survivors."""
+        store = self._store
+        while True:
+            with store.lock:
+                regions = tier.regions()
+                spare = max((region.stop - region.start for region in regions), default=0)
+                if not regions or tier.space().free >= spare + BATCH_BYTES:
+                    return
+                rows = store.catalog.select(
+                    lower.number, State.WRITING, State.READY, State.LEAVING
+                )
+                plan = planner.plan_region(
+                    store.policy, store.catalog, lower.number, regions, rows
+                )
+                if plan is None:
+                    return
+                store.drop(plan.drops)
+                store.catalog.hold(plan.carry)
+            self._carry(lower, tier, plan)
+
+    def _carry(self, lower: Lower, tier: RegionTier, plan: RegionPlan) -> None:
+        """Write a region's survivors again and release it."""
+        store, catalog = self._store, self._store.catalog
+        for row in plan.carry.tolist():
+            with store.lock:
+                nbytes, old = int(catalog.nbytes[row]), int(catalog.locator[row])
+                item = Item(store.frame_id(row), old, nbytes, [aligned(nbytes)])
+            sound = lower.io.read([item])[0].status is Status.DONE
+            with store.lock:
+                locator = tier.reserve(nbytes) if sound else None
+            written = locator is not None and (
+                lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
+            )
+            with store.lock:
+                one = np.array([row], np.int32)
+                store.unhold(one)
+                allocated = int(catalog.allocated[row])
+                moved = written and catalog.state[row] == State.READY and not catalog.holds[row]
+                if moved and locator is not None:
+                    tier.free(old, allocated)
+                    catalog.resize(row, nbytes, allocated, locator)
+                    continue
+                if locator is not None:
+                    tier.free(locator, allocated)
+                if catalog.state[row] == State.READY:
+                    store.drop(one)
+        with store.lock:
+            region = next((r for r in tier.regions() if r.number == plan.number), None)
+            if region is not None and region.live == 0:
+                tier.release(plan.number)
+                store.totals["regions_reclaimed"] += 1
+
+    def _heads(self, call: FlushCall) -> Rows:
+        parts = self._store.parts_of(call.parts)
+        return self._store.heads(keys_of(call.keys, len(parts)), parts)
+
+    def _settle_flushes(self) -> None:
+        store = self._store
+        for flush in list(self._flushes):
+            durable = self._durable(flush.call)
+            late = store.clock() >= flush.deadline
+            if late or durable.all() or self.idle():
+                self._flushes.remove(flush)
+                self._answer(flush, durable.astype(np.uint8).tobytes())
+
+    def _durable(self, call: FlushCall) -> Bools:
+        catalog = self._store.catalog
+        heads = self._heads(call)
+        durable = np.zeros(len(heads), np.bool_)
+        for rows in catalog.siblings(heads):
+            durable |= (rows != NONE) & (catalog.tier[rows] != RAM) & (
+                catalog.state[rows] == State.READY
+            )
+        return durable
+
+    def _answer(self, flush: _Flush, durable: bytes) -> None:
+        """Sync every lower tier as the settings say, then answer; on the last tier's write thread."""
+        store = self._store
+        power = store.settings.sync == "power"
+
+        def sync() -> None:
+            answer = durable
+            for lower in store.lower:
+                try:
+                    lower.tier.sync(power=power)
+                except OSError:
+                    store.counters["sync_failed"] += 1
+                    answer = bytes(len(durable))
+            flush.done(FlushReply(durable=answer))
+
+        if store.lower:
+            store.executor.submit("control", sync)
+        else:
+            flush.done(FlushReply(durable=durable))
