@@ -78,7 +78,6 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the store treats blocks, whatever the tier."""
 
-    policy: Literal["evicpress", "lru"] = "evicpress"
     sync: Literal["process", "power"] = "process"
     """What `flush` promises to outlive: kill -9 of the process, or a power loss."""
     verify: Literal["arrival", "always"] = "arrival"
@@ -87,8 +86,6 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bound of the queue of copies on their way to lower tiers."""
     grace_s: float = 10.0
     """Time to finish writes when the sidecar is told to stop."""
-    gate_file: str = ""
-    """Measured quality that allows lossy profiles; empty: lossless only."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

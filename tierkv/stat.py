@@ -100,12 +100,9 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
 
 COUNTERS: dict[str, str] = {
     "put_refused_full": "Blocks not stored: RAM had no room that could be made without I/O.",
-    "put_refused_admission": "Blocks not stored: not expected to be asked for again.",
-    "put_refused_throttled": "Blocks not stored: too much is being written already.",
-    "put_refused_fidelity": "Blocks not stored: no profile that the gate allows was offered.",
-    "stage_refused_full": "Blocks below RAM not brought up: no room in RAM.",
-    "stage_late": "Blocks below RAM that had not arrived at their deadline.",
-    "stage_failed": "Blocks below RAM whose read failed.",
+    "stage_refused_full": "Frames below RAM not brought up: no room in RAM.",
+    "stage_late": "Frames below RAM that had not arrived at their deadline.",
+    "stage_failed": "Frames below RAM whose read failed.",
     "lease_expired": "Matches that ended at their deadline, never fetched.",
     "owner_died": "Client processes that ended while they held something.",
     "demote_dropped": "Frames not copied down: the write-behind queue was full.",
@@ -114,12 +111,20 @@ COUNTERS: dict[str, str] = {
     "sync_failed": "Flushes that could not make blocks durable.",
     "off_nvme": "Times that NVMe was left alone for some seconds after failures in a row.",
     "off_redis": "Times that Redis was left alone for some seconds after failures in a row.",
+    "missing": "Copies that were not where they should be: evicted or expired there.",
     "corrupt": "Copies dropped because a checksum or a header did not fit.",
     "unknown_format": "Copies kept but not used: a version or codec this release does not know.",
     "invariant_broken": "Bookkeeping did not add up; the store answers only misses since.",
     "call_refused": "Calls with an argument out of bounds.",
+    "server_connections": "Connections accepted; not a failure.",
+    "server_refused_calls": "Calls that the store refused, or one client had too many of.",
+    "server_refused_connections": "Connections from a user who may not, or beyond the limit.",
+    "server_closed_malformed": "Connections closed: bytes that are no call.",
+    "server_closed_slow_reader": "Connections closed: answers were left unread.",
+    "server_bugs": "Errors inside tierkv; the log has the trace.",
 }
-"""The names that `StoreStat.counters` uses, with their meaning. A store may count others too."""
+"""The names that `StoreStat.counters` uses, with their meaning. Beside them stand TIER_read_STATUS
+and TIER_write_STATUS: frames of I/O that did not end with "done" (`tier.Status`)."""
 
 
 def to_wire(stat: StoreStat) -> dict[str, Any]:

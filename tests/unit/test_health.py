@@ -1,5 +1,6 @@
 """Honest health (report R28), metrics, and the HTTP process as a process."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -151,6 +152,14 @@ def test_every_metric_and_event_is_documented() -> None:
               for name in metrics.OTHERS}  # fmt: skip
     names |= set(COUNTERS)
     assert not [name for name in names if f"`{name}`" not in text]
+
+
+def test_every_event_that_is_counted_has_a_meaning() -> None:
+    pattern = re.compile(r"(?:counters\[|_count\()f?\"([a-z_]+)\"")
+    files = [*REPOSITORY.glob("tierkv/*.py"), *REPOSITORY.glob("service/tierkv_service/*.py")]
+    counted = {name for file in files for name in pattern.findall(file.read_text())}
+    assert "call_refused" in counted
+    assert not counted - set(COUNTERS)
 
 
 # The process.
