@@ -25,6 +25,7 @@ from tierkv.settings import HttpSettings
 
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_BYTES = 4096
+MAX_CONNECTIONS = 256
 _BACKLOG = 128
 
 _log = logging.getLogger("tierkv.http")
@@ -132,6 +133,7 @@ async def _serve(order: Order) -> None:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)

@@ -64,7 +64,7 @@ def _parts(stat: StoreStat, per_second: dict[str, float]) -> Iterator[Renderable
         f" {holds.transfers} transfers, {holds.reservations} reservations)"
     )
     if stat.enabled:
-        shown = ", ".join(f"{name} {value}" for name, value in stat.enabled.items())
+        shown = "; ".join(f"{name} {value}" for name, value in stat.enabled.items())
         yield Text(f"in effect: {shown}")
     if stat.counters:
         yield _counters(stat.counters)
@@ -72,11 +72,11 @@ def _parts(stat: StoreStat, per_second: dict[str, float]) -> Iterator[Renderable
 
 def _tiers(tiers: tuple[TierStat, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tier")
-    table.add_column("state")
-    heads = ("capacity", "used", "free", "dead", "placements", "read", "write", "latency")
+    table.add_column("tier", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    heads = ("capacity", "used", "free", "dead", "copies", "read", "write", "latency")
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for tier in tiers:
         state = Text(tier.state, style=_COLOURS[tier.state])
         if tier.state == "off":
@@ -85,10 +85,10 @@ def _tiers(tiers: tuple[TierStat, ...]) -> Table:
         table.add_row(
             tier.name,
             state,
-            size(tier.capacity_bytes) if tier.capacity_bytes else "open",
-            size(tier.used_bytes),
-            size(tier.free_bytes),
-            size(tier.dead_bytes),
+            _short(tier.capacity_bytes) if tier.capacity_bytes else "open",
+            _short(tier.used_bytes),
+            _short(tier.free_bytes),
+            _short(tier.dead_bytes),
             f"{tier.placements:,}",
             _speed(tier.read_bps),
             _speed(tier.write_bps),
@@ -133,8 +133,13 @@ def _counters(counters: dict[str, int]) -> Table:
     return table
 
 
+def _short(nbytes: float) -> str:
+    """Return bytes for a narrow column: `1.5G`, by 1024."""
+    return size(nbytes).replace(" ", "").removesuffix("iB")
+
+
 def _speed(bps: float) -> str:
-    return f"{size(bps)}/s" if bps else "-"
+    return f"{_short(bps)}/s" if bps else "-"
 
 
 def _span(seconds: float) -> str:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -135,6 +136,63 @@ def test_stat_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "up 2.0 s" in done.output
 
 
+def test_a_sidecar_from_start_to_end(tmp_path: Path) -> None:
+    settings, sock = tmp_path / "t.toml", tmp_path / "t.sock"
+    settings.write_text(
+        f"""
+        [host]
+        size = "64MiB"
+        [nvme]
+        path = "{tmp_path}/nvme"
+        size = "128MiB"
+        region = "16MiB"
+        free_floor = "1MiB"
+        [socket]
+        path = "{sock}"
+        [http]
+        port = 0
+        [store]
+        grace = "1s"
+        """
+    )
+    command = [*TIERKV, "serve", "--config", str(settings)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as sidecar:
+        assert sidecar.stderr is not None
+        url = listening = ""
+        while not (url and listening):
+            line = sidecar.stderr.readline()
+            assert line, "it ended before it listened"
+            if "http://" in line:
+                url = line[line.index("http://") :].strip()
+            if str(sock) in line:
+                listening = line
+        ready = wait_for(f"{url}/readyz")
+        assert ready.status_code == 200, ready.text
+        assert set(ready.json()["tiers"]) == {"host", "nvme"}
+        found = json.loads(run("stat", "--json", "--socket", str(sock)).stdout)
+        assert [tier["state"] for tier in found["stat"]["tiers"]] == ["ok", "ok"]
+        assert "another sidecar" in run("serve", "--config", str(settings)).stderr
+        assert httpx.get(f"{url}/metrics").text.count("tierkv_up 1.0") == 1
+        sidecar.terminate()
+        assert sidecar.wait(20) == 0
+        assert not sock.exists()
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/healthz")
+
+
+def wait_for(url: str) -> httpx.Response:
+    end = time.monotonic() + 20
+    while True:
+        try:
+            answer = httpx.get(url, timeout=10)
+        except httpx.TransportError:
+            assert time.monotonic() < end
+        else:
+            if answer.status_code == 200 or time.monotonic() > end:
+                return answer
+        time.sleep(0.1)
+
+
 def shown(stat: StoreStat) -> str:
     console = Console(file=io.StringIO(), width=200)
     show.show(stat, show.rates(stat, stat), console)
@@ -145,7 +203,7 @@ def shown(stat: StoreStat) -> str:
 def test_people_see_everything() -> None:
     text = shown(stat_at(100))
     for expected in (
-        "4.0 GiB", "1.0 GiB", "1.9 GiB/s", "0.02 ms", "read-only file system", "off",
+        "4.0G", "1.0G", "1.9G/s", "0.02 ms", "read-only file system", "off",
         "host 6,000, nvme 1,000", "100.0 MiB", "of 256.0 MiB", "3 clients", "policy evicpress",
         "put_refused_full", "RAM had no room",
     ):  # fmt: skip

@@ -40,6 +40,11 @@ def attacked() -> Iterator[Served]:
 # Who may ask.
 
 
+def test_by_default_other_machines_find_nothing() -> None:
+    with http.listen(HttpSettings(port=0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def test_other_machines_need_a_token() -> None:
     for address in (EVERYWHERE, "::", "10.1.2.3"):
         with pytest.raises(TierKVError, match="token_file") as caught:
