@@ -94,6 +94,7 @@ class Catalog:
         self._recycled: list[int] = []
         for name, dtype in COLUMNS.items():
             setattr(self, name, np.zeros(_FIRST_ROWS, dtype))
+        self._end()
 
     def part_number(self, part: Part) -> int:
         """Return the number that columns hold for a part."""
@@ -120,17 +121,18 @@ class Catalog:
     def siblings(self, heads: Rows) -> list[Rows]:
         """Return the placements of units, first ones first; NONE where a unit has no more."""
         out = []
-        while len(heads) and (heads != NONE).any():
+        while heads.max(initial=NONE) != NONE:
             out.append(heads)
-            heads = np.where(heads == NONE, NONE, self.sibling[heads]).astype(np.int32)
+            heads = self.sibling[heads]
         return out
 
     def in_tier(self, heads: Rows, tier: int) -> Rows:
         """Return each unit's placement in a tier in any state, NONE where there is none."""
-        out = np.full(len(heads), NONE, np.int32)
-        for rows in self.siblings(heads):
-            here = (rows != NONE) & (self.tier[rows] == tier)
-            out[here] = rows[here]
+        out = np.where(self.tier[heads] == tier, heads, np.int32(NONE))
+        rows = self.sibling[heads]
+        while rows.max(initial=NONE) != NONE:
+            np.copyto(out, rows, where=self.tier[rows] == tier)
+            rows = self.sibling[rows]
         return out
 
     def begin(
@@ -260,8 +262,8 @@ class Catalog:
             self.keys[row] = key
         fresh += range(len(self.keys), len(self.keys) + len(keys) - reused)
         self.keys += keys[reused:]
-        if len(self.keys) > len(self.part):
-            self._grow(len(self.keys))
+        if len(self.keys) >= len(self.part):
+            self._grow(len(self.keys) + 1)
         return np.array(fresh, np.int32)
 
     def _grow(self, rows: int) -> None:
@@ -271,3 +273,8 @@ class Catalog:
             column = np.zeros(size, old.dtype)
             column[: len(old)] = old
             setattr(self, name, column)
+        self._end()
+
+    def _end(self) -> None:
+        """Make the last row, which NONE leads to, one that no question is answered by."""
+        self.state[NONE], self.tier[NONE], self.sibling[NONE] = State.ABSENT, NONE, NONE

@@ -34,7 +34,7 @@ LOSSLESS = Profile(
     codec_id=2,
     fidelity=Fidelity.EXACT,
     ratio=1.45,
-    decode_bps=2.5e9,
+    decode_bps=1.6e9,
     bound_extra=1024,
 )
 

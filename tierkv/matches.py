@@ -37,7 +37,7 @@ class Match:
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
     pending: bool = False
-    probing: bool = False
+    final: bool = False
     load_s: float = 0.0
     eta_s: float = 0.0
     sources: Counter[str] = field(default_factory=Counter)
@@ -46,6 +46,8 @@ class Match:
     @property
     def blocks(self) -> int:
         """Blocks from the head that are held."""
+        if not self.pending:
+            return len(self.rows) // len(self.parts)
         return leading(self.rows != NONE, len(self.parts)) if len(self.rows) else 0
 
 
@@ -128,18 +130,22 @@ class Matches:
 
     def finish(self, match: Match) -> None:
         """Make a match final: what is behind a gap is let go, and everybody who waits is told."""
+        if match.final:
+            return
+        match.final = True
         if match.awaited:
             self._store.counters["stage_late"] += len(match.awaited)
         match.awaited.clear()
-        match.pending = match.probing = False
-        keep = match.blocks * len(match.parts)
-        behind = match.rows[keep:]
-        self._store.unhold(behind[behind != NONE])
-        match.rows = match.rows[:keep]
+        if match.pending:
+            keep = match.blocks * len(match.parts)
+            behind = match.rows[keep:]
+            self._store.unhold(behind[behind != NONE])
+            match.rows = match.rows[:keep]
+        match.pending = False
         match.deadline = self._store.clock() + match.call.deadline_s
         self._count(match)
         waiters, match.waiters = match.waiters, []
-        if not keep:
+        if not len(match.rows):
             del self.open[match.number]
         for done in waiters:
             done(self.reply(match))

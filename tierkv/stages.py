@@ -42,7 +42,7 @@ class Stages:
         reach = self._reach(match, heads)
         shared = next((low for low in self._store.lower if low.shared is not None), None)
         if shared is not None and reach < len(match.keys) and self._worth_asking(match, shared, reach):
-            match.pending = match.probing = True
+            match.pending = True
             match.eta_s = shared.io.rates.latency_s
             self._store.executor.submit(shared.reads, lambda: self._probe(match, shared, reach))
             return
@@ -96,11 +96,10 @@ class Stages:
             self._adopt(match, lower, found)
             if at < len(match.keys):
                 self._remember_absent(match.keys[at])
-            if match.number in self._matches.open and match.pending:
-                match.probing = match.pending = False
+            if match.number in self._matches.open and not match.final:
                 heads = store.heads(match.keys, match.parts)
                 self._stage(match, heads, self._reach(match, heads))
-                if not match.pending:
+                if not match.awaited:
                     self._matches.finish(match)
 
     def _learn_generations(self, tier: SharedTier) -> None:
@@ -220,7 +219,7 @@ class Stages:
             for at in range(0, len(pairs), READS_PER_JOB):
                 self._submit(low, pairs[at : at + READS_PER_JOB])
         if not match.awaited:
-            match.pending = False
+            self._matches.finish(match)
 
     def _begin(self, source: int) -> int:
         """Reserve RAM for a unit and hold the copy it is read from."""

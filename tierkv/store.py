@@ -134,8 +134,7 @@ class Store:
         """Return which placements may answer: namespace, generation, fidelity and a known codec."""
         catalog = self.catalog
         return (
-            (rows != NONE)
-            & (catalog.fidelity[rows] >= fidelity)
+            (catalog.fidelity[rows] >= fidelity)
             & (catalog.namespace[rows] == namespace)
             & (catalog.generation[rows] >= self.namespaces.minimum[namespace])
             & (catalog.profile[rows] > 0)
@@ -145,7 +144,7 @@ class Store:
         """Note that a whole chain was used, in every tier that holds any of it."""
         rows = self.catalog.siblings(heads)
         if rows:
-            flat = np.stack(rows, axis=1).reshape(-1)
+            flat = rows[0] if len(rows) == 1 else np.stack(rows, axis=1).reshape(-1)
             self.policy.touched(self.catalog, flat[flat != NONE])
 
     def drop(self, rows: Rows) -> None:
@@ -245,4 +244,4 @@ def in_state(catalog: Catalog, rows: Rows, *states: State) -> npt.NDArray[np.boo
     hit = found == states[0]
     for state in states[1:]:
         hit |= found == state
-    return hit & (rows != NONE)
+    return hit
