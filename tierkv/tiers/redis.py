@@ -49,7 +49,7 @@ NO_FRAME = Outcome(Status.FAILED, "not a frame of this release, or not of this l
 
 
 class RedisTier:
-    """A SharedTier. Locators are always 0: a frame is found by its id alone.
+    """A SharedTier. Locators only count: a frame is found by its id, wherever it was written.
 
     Status of an item: FULL for `noeviction` without room (writes then back off by themselves),
     THROTTLED while a breaker is open, FAILED for an error or a deadline.
@@ -76,7 +76,7 @@ class RedisTier:
         self._lookups = Pool(self._connect, 1)
         self._clock = clock
         self._lock = threading.Lock()
-        self._reserved = 0
+        self._reserved = self._locator = 0
         self._closed = False
         self._link = _breaker(BREAKER_FAILURES, draw)
         self._room = _breaker(1, draw)
@@ -89,9 +89,10 @@ class RedisTier:
             if self._reserved + nbytes > self._settings.max_bytes:
                 return None
             self._reserved += nbytes
-            return 0
+            self._locator += 1
+            return self._locator
 
-    def free(self, locator: int, nbytes: int) -> None:  # noqa: ARG002, a frame has no place here
+    def free(self, locator: int, nbytes: int) -> None:  # noqa: ARG002, bytes have no place here
         with self._lock:
             self._reserved = max(self._reserved - nbytes, 0)
 

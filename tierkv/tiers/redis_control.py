@@ -92,9 +92,16 @@ class Control:
             for name, value in there.items():
                 self._minimum[name] = max(self._minimum.get(name, 0), value)
             lost = {n: v for n, v in self._minimum.items() if there.get(n, -1) < v}
-        for name, value in lost.items():
-            self.push(name, value)
-        self._token = stored.get(CHANGED)
+        try:
+            for name, value in lost.items():
+                self.push(name, value)
+        except ServerError as error:
+            if not error.reached:
+                raise
+            # No memory, or a replica: what is known here holds, and the next batch tries again.
+            self._token = self
+        else:
+            self._token = stored.get(CHANGED)
 
     def remember(self, namespace: bytes, generation: int) -> None:
         """Raise a minimum here; whichever batch comes next sees to it that the server has it."""
@@ -124,7 +131,7 @@ class Control:
             return execute(*words)
         except redis.ResponseError as error:
             raise ServerError(_kind(error), reached=True) from None
-        except (redis.RedisError, OSError, ValueError) as error:
+        except (redis.RedisError, OSError, TypeError, ValueError) as error:
             raise ServerError(_kind(error), reached=False) from None
 
 

@@ -223,12 +223,9 @@ class Connection:
             self._receive([*views, memoryview(end)])
             self._ended(end, 0)
         elif length >= 0:
-            rest = length + 2
-            scratch = memoryview(bytearray(min(rest, MOST_SKIPPED_BYTES)))
-            while rest:
-                part = scratch[:rest]
-                self._receive([part])
-                rest -= len(part)
+            scratch = bytearray(length + 2)
+            self._receive([memoryview(scratch)])
+            self._ended(scratch, length)
         return length
 
     @staticmethod
