@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from tierkv.calls import MAX_UNITS, MatchCall, MatchReply, PutCall
+from tierkv.calls import MAX_UNITS, FlushCall, MatchCall, MatchReply, PutCall
 from tierkv.client import Client, Reservation, Transfer
 from tierkv.codec import profile_of
 from tierkv.errors import invalid
@@ -135,6 +135,21 @@ class PrefixCache:
         """
         tokens = _tokens(input_ids)
         return self.edge.shield("store", lambda: self._store(tokens, cache), 0)
+
+    def flush(self, input_ids: Ids, deadline_s: float) -> int:
+        """Wait until the full blocks of these tokens outlive the store's process.
+
+        Returns: how many do at the deadline, counted up to the first that does not.
+
+        Raises: TierKVError (invalid) when `input_ids` is not one row of token ids.
+        """
+        tokens = _tokens(input_ids)
+        keys = chain_keys(self._root, tokens, self.identity.tokens_per_block)
+        call = FlushCall(
+            namespace=self._namespace, keys=keys, parts=self.part.pack(), deadline_s=deadline_s
+        )
+        durable = self.edge.shield("flush", lambda: self._client.flush(call), b"")
+        return (durable + b"\0").index(0)
 
     def generate(
         self, input_ids: Ids, max_new_tokens: int, eos_token_id: int | None = None

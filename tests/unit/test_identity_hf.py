@@ -64,15 +64,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_r01_fresh_interpreters_agree(saved: Path) -> None:
-    """Three hash seeds, two of them at once; with and without an empty set of extras."""
+    """With an empty set of extras and with none; `test_keys.py` tries every kind of hash seed."""
     started = []
-    for seed in (None, "0", "random"):
+    for seed in ("0", "random"):
         env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
         env |= {} if seed is None else {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", ONE_PROCESS, str(saved)]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     roots = {root for process in started for root in process.communicate()[0].split()}
-    assert [process.returncode for process in started] == [0, 0, 0]
+    assert [process.returncode for process in started] == [0, 0]
     assert len(roots) == 1
 
 

@@ -1,0 +1,211 @@
+"""The demo: what a real small model gains from RAM, NVMe and Redis, on this machine.
+
+One conversation about a document is held four ways: without a cache, after the engine was restarted
+(its prefix comes from RAM), after the sidecar was restarted (NVMe), and with another sidecar that
+shares nothing with the first but Redis. All must give the same tokens.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tierkv.errors import unavailable
+from tierkv_connectors.models import smollm2
+from tierkv_service.demo_engine import Answer, Durable, Event, Order, Ready
+from tierkv_service.demo_processes import Processes, Sidecar, run_engine, start_redis
+
+MODEL = "SmolLM2-135M-Instruct (float32)"
+COPY_S = 60.0
+INTERRUPTED = 130
+
+HITS = {"host": "RAM, engine restarted", "nvme": "NVMe, sidecar restarted"}
+HITS |= {"redis": "Redis, another sidecar"}
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    model: str
+    prompt_tokens: int
+    reused_tokens: int
+    ttft_s: dict[str, float | None]
+    tokens_equal: bool
+    hits_by_tier: dict[str, int]
+
+
+class Demo:
+    """The scenario: does it step by step, and keeps what was seen."""
+
+    def __init__(self, console: Console, processes: Processes, model: Path) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.ready = Ready(seconds=0.0, block_tokens=1, block_bytes=0)
+        self.redis = True
+        self._console = console
+        self._processes = processes
+        self._model = str(model)
+        self._durable = Durable(blocks=0, of=0)
+
+    def play(self) -> None:
+        """Run all of it. Raises: TierKVError: something does not start or does not work."""
+        with self._step("starting redis-server and a sidecar"):
+            url = start_redis(self._processes)
+            one = Sidecar(self._processes, "one", url)
+            one.start()
+        self.redis = bool(url)
+        if not url:
+            self._console.print(
+                "[yellow]no redis-server here, so no Redis part[/] (apt install redis-server)"
+            )
+        with self._step("first engine: two turns about a document, then without the cache"):
+            run_engine(self._processes, "first", self._order(one), self._seen)
+        prompt = self.answers["cold"].prompt
+        with self._step("second engine: the last turn again"):
+            self._again("host", one, prompt)
+        with self._step("copying to the lower tiers, then restarting the sidecar"):
+            if not one.copied(self._durable.of, COPY_S):
+                raise unavailable("the sidecar did not copy its blocks to every lower tier")
+            one.stop()
+            one.start()
+        with self._step("third engine: the last turn again, the sidecar's RAM is empty"):
+            self._again("nvme", one, prompt)
+        one.stop()
+        if url:
+            with self._step("fourth engine: the last turn again, with a new sidecar"):
+                two = Sidecar(self._processes, "two", url)
+                two.start()
+                self._again("redis", two, prompt)
+                two.stop()
+
+    def problems(self) -> list[str]:
+        """Return what did not go as promised, for people."""
+        cold = self.answers["cold"]
+        block = self.ready.block_tokens
+        expected = (len(cold.prompt) - 1) // block * block
+        found = []
+        if self._durable.blocks < self._durable.of:
+            found.append(f"{self._durable.blocks} of {self._durable.of} blocks were flushed")
+        for tier in self._tiers():
+            answer = self.answers[tier]
+            if answer.tokens != cold.tokens:
+                found.append(f"{HITS[tier]}: the tokens are not those without a cache")
+            if answer.sources != {tier: expected}:
+                found.append(f"{HITS[tier]}: reused {answer.sources}, not {expected} from {tier}")
+        return found
+
+    def report(self) -> Report:
+        """Return the figures."""
+        cold = self.answers["cold"]
+        hits = Counter[str]()
+        for name, answer in self.answers.items():
+            hits.update(answer.sources if name != "cold" else {})
+        ttft_s = {name: self._ttft(name) for name in ("cold", *HITS)}
+        return Report(
+            model=MODEL,
+            prompt_tokens=len(cold.prompt),
+            reused_tokens=self.answers["host"].reused,
+            ttft_s=ttft_s,
+            tokens_equal=all(self.answers[tier].tokens == cold.tokens for tier in self._tiers()),
+            hits_by_tier={tier: hits[tier] for tier in HITS},
+        )
+
+    def table(self) -> Table:
+        """Return the figures for people."""
+        cold = self.answers["cold"]
+        table = Table(title=f"{MODEL}, prompt of {len(cold.prompt)} tokens")
+        for heading in ("", "first token", "faster", "reused", "computed", "KV loaded", "tokens"):
+            table.add_column(heading, justify="right" if heading else "left")
+        rows = {"cold": "no cache", "turn 2": "RAM, next turn in one engine", **HITS}
+        for name, label in rows.items():
+            if name not in self.answers:
+                table.add_row(label, "-", "", "", "", "", "no redis-server")
+                continue
+            answer = self.answers[name]
+            loaded = answer.reused // self.ready.block_tokens * self.ready.block_bytes
+            table.add_row(
+                label,
+                f"{answer.ttft_s:.2f} s",
+                "" if name == "cold" else f"{cold.ttft_s / answer.ttft_s:.1f} x",
+                f"{answer.reused}",
+                f"{len(answer.prompt) - answer.reused}",
+                f"{loaded / 1e6:.0f} MB",
+                ""
+                if name == "cold"
+                else "equal"
+                if answer.tokens == cold.tokens
+                else "[red]differ",
+            )
+        return table
+
+    def _tiers(self) -> list[str]:
+        return [tier for tier in HITS if tier != "redis" or self.redis]
+
+    def _ttft(self, name: str) -> float | None:
+        return round(self.answers[name].ttft_s, 4) if name in self.answers else None
+
+    def _order(self, sidecar: Sidecar, prompt: list[int] | None = None) -> Order:
+        return Order(model=self._model, socket=str(sidecar.socket), prompt=prompt or [])
+
+    def _again(self, tier: str, sidecar: Sidecar, prompt: list[int]) -> None:
+        run_engine(self._processes, tier, self._order(sidecar, prompt), self._seen)
+        self.answers[tier] = self.answers.pop("again")
+
+    def _seen(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self.ready = event
+            self._console.print(f"   the model is loaded ({event.seconds:.1f} s)", style="dim")
+        elif isinstance(event, Durable):
+            self._durable = event
+        else:
+            self.answers[event.name] = event
+            computed = len(event.prompt) - event.reused
+            where = ", ".join(event.sources) or "nowhere"
+            self._console.print(
+                f"   {event.name}: first token after [bold]{event.ttft_s:.2f} s[/],"
+                f" {event.reused} tokens from {where}, {computed} computed"
+            )
+            self._console.print(f"   {event.text.strip()!r}", style="dim", markup=False)
+
+    @contextmanager
+    def _step(self, text: str) -> Iterator[None]:
+        started = time.monotonic()
+        with self._console.status(text):
+            yield
+        self._console.print(f"[green]done[/] {text} ({time.monotonic() - started:.1f} s)")
+
+
+def run(*, as_json: bool = False) -> int:
+    """Run the demo; the exit code says whether everything went as promised.
+
+    Raises: TierKVError: the model cannot be had, or a process does not start.
+    """
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="tierkv-demo-"))
+    try:
+        model = smollm2(progress=lambda line: console.print(line, style="dim", markup=False))
+        with Processes(folder) as processes:
+            demo = Demo(console, processes, model)
+            demo.play()
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return INTERRUPTED
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(demo.report()).decode() + "\n")
+    else:
+        Console().print(demo.table())
+    problems = demo.problems()
+    for problem in problems:
+        console.print(f"[red]failed[/] {problem}")
+    return 1 if problems else 0

@@ -1,0 +1,161 @@
+"""The engine of the demo: a process with a real model that answers what its order says.
+
+It reads one order from standard input and writes one line of JSON for each thing it did.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tierkv_connectors.transformers import PrefixCache
+
+DOCUMENT_TOKENS = 2850
+QUESTIONS = (
+    "In one sentence: what is this document about?",
+    "Which keyword starts a statement that tests a condition?",
+)
+NEW_TOKENS = 24
+WARM_UP_TOKENS = 64
+FLUSH_S = 60.0
+SYSTEM = "You answer questions about a document."
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is for."""
+
+    model: str
+    socket: str
+    prompt: list[int] = []
+    """Answer this once, with the cache. Empty: hold the whole conversation, then say how the last
+    answer is given without a cache."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
+    """One answered prompt."""
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    ttft_s: float
+    reused: int
+    sources: dict[str, int]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The model is loaded."""
+
+    seconds: float
+    block_tokens: int
+    block_bytes: int
+
+
+class Durable(msgspec.Struct, frozen=True, kw_only=True, tag="durable"):
+    """What a restart of the sidecar will find again."""
+
+    blocks: int
+    of: int
+
+
+Event = Answer | Ready | Durable
+
+
+def tell(event: Event) -> None:
+    """Write one event to whoever started this process."""
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def document() -> str:
+    """Return a real text that every Python brings along: its chapter on compound statements."""
+    from pydoc_data.topics import topics
+
+    return str(topics["compound"])
+
+
+class Engine:
+    """A model, its tokenizer, a cache of prefixes, and the same model without one."""
+
+    def __init__(self, order: Order) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        from tierkv.client import Client
+        from tierkv_connectors.sidecar import SidecarChannel
+        from tierkv_connectors.transformers import PrefixCache
+
+        logging.disable_progress_bar()
+        started = time.perf_counter()
+        self._tokenizer = AutoTokenizer.from_pretrained(order.model, local_files_only=True)
+        # In float32 a prefix computed at once and one that was loaded give the same tokens.
+        model = AutoModelForCausalLM.from_pretrained(
+            order.model, dtype=torch.float32, local_files_only=True
+        ).eval()
+        self.cached = PrefixCache(Client(SidecarChannel(order.socket, client="demo")), model)
+        nowhere = Path(order.socket).with_name("nowhere.sock")
+        self.alone = PrefixCache(Client(SidecarChannel(nowhere, client="demo")), model)
+        self.alone.generate(range(WARM_UP_TOKENS), 1)
+        block = self.cached.identity.tokens_per_block
+        size = self.cached.part.raw_bytes(self.cached.identity)
+        seconds = time.perf_counter() - started
+        tell(Ready(seconds=seconds, block_tokens=block, block_bytes=size))
+
+    def answer(self, name: str, prefix_cache: "PrefixCache", prompt: list[int]) -> Answer:
+        """Answer a prompt and tell of it."""
+        done = prefix_cache.generate(prompt, NEW_TOKENS, self._tokenizer.eos_token_id)
+        answer = Answer(
+            name=name,
+            prompt=prompt,
+            tokens=done.tokens,
+            text=str(self._tokenizer.decode(done.tokens, skip_special_tokens=True)),
+            ttft_s=done.ttft_s,
+            reused=done.reused,
+            sources=done.sources,
+        )
+        tell(answer)
+        return answer
+
+    def converse(self) -> None:
+        """Ask every question about the document, then the last one again without the cache."""
+        prompt: list[int] = []
+        for number, question in enumerate(QUESTIONS, 1):
+            prompt = prompt + self._turn(question) if prompt else self._opening(question)
+            answer = self.answer(f"turn {number}", self.cached, prompt)
+            if number < len(QUESTIONS):
+                prompt = prompt + answer.tokens
+        blocks = len(prompt) // self.cached.identity.tokens_per_block
+        self.answer("cold", self.alone, prompt)
+        tell(Durable(blocks=self.cached.flush(prompt, FLUSH_S), of=blocks))
+
+    def _opening(self, question: str) -> list[int]:
+        start = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+        head = self._ids(start)
+        return head + self._ids(document())[:DOCUMENT_TOKENS] + self._turn(question, "\n\n")
+
+    def _turn(self, question: str, before: str = "<|im_end|>\n<|im_start|>user\n") -> list[int]:
+        return self._ids(f"{before}{question}<|im_end|>\n<|im_start|>assistant\n")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def main() -> int:
+    """Do what the order on standard input says."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    engine = Engine(order)
+    if order.prompt:
+        engine.answer("again", engine.cached, order.prompt)
+    else:
+        engine.converse()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
