@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv import calls
-from tierkv.catalog import Rows, State
+from tierkv.catalog import READY
 from tierkv.clock import Clock
 from tierkv.codec import BY_CODEC_ID
 from tierkv.executor import Executor, Threads
+from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of
 from tierkv.part import Part
@@ -199,7 +201,7 @@ class TierKV:
         with store.lock:
             self._closed = True
             if store.lower:
-                rows = store.policy.oldest(store.catalog.select(RAM, State.READY))[::-1]
+                rows = store.policy.oldest(store.catalog.select(RAM, READY).tolist())[::-1]
                 self._write_behind.clear()
                 self._write_behind.offer(rows, bounded=False)
         while time.monotonic() < end and not self._write_behind.idle():
@@ -230,12 +232,15 @@ class TierKV:
         """Drop the placements of a namespace below its minimum; returns counts by tier."""
         store, catalog = self._store, self._store.catalog
         removed: dict[str, int] = {}
+        minimum = store.namespaces.minimum[namespace]
         for tier, name in enumerate(catalog.tiers):
-            rows = catalog.select(tier, State.READY)
-            old = catalog.namespace[rows] == namespace
-            old &= catalog.generation[rows] < store.namespaces.minimum[namespace]
-            store.drop(rows[old])
-            removed[name] = int(old.sum())
+            rows = [
+                row
+                for row in catalog.select(tier, READY).tolist()
+                if catalog.namespace[row] == namespace and catalog.generation[row] < minimum
+            ]
+            store.drop(rows)
+            removed[name] = len(rows)
         return removed
 
     def _recover(self, low: Lower) -> None:
@@ -247,7 +252,7 @@ class TierKV:
         if not len(found):
             return
         numbers = store.namespaces.numbers(found["namespace"].reshape(-1, DIGEST_BYTES))
-        old = found["generation"] < store.namespaces.minimum[numbers]
+        old = found["generation"] < np.array(store.namespaces.minimum)[numbers]
         granule = low.tier.granule
         for row in found[old]:
             low.tier.free(int(row["locator"]), -(-int(row["nbytes"]) // granule) * granule)
@@ -255,33 +260,27 @@ class TierKV:
         order = np.lexsort((found["position"], -found["locator"]))
         self._adopt(low, found[order], numbers[order])
 
-    def _adopt(self, low: Lower, found: Any, numbers: Rows) -> None:
+    def _adopt(self, low: Lower, found: Any, numbers: npt.NDArray[np.int32]) -> None:  # noqa: ANN401
         """Make found frames ready placements; the first are noted as used last."""
         store, catalog = self._store, self._store.catalog
-        from_codec = np.zeros(1 << 16, np.int8)
+        profile_of = np.zeros(1 << 16, np.int8)
         for codec_id, profile in BY_CODEC_ID.items():
-            from_codec[codec_id] = profile.number
+            profile_of[codec_id] = profile.number
         granule = low.tier.granule
         parts, inverse = np.unique(found["part"], axis=0, return_inverse=True)
-        rows = np.empty(len(found), np.int32)
         for index, part in enumerate(parts.tolist()):
             mine = np.flatnonzero(inverse.reshape(-1) == index)
             some = found[mine]
             data = some["key"].tobytes()
-            rows[mine] = catalog.begin(
-                low.number,
-                [data[at : at + 32] for at in range(0, len(data), 32)],
-                catalog.part_number(Part(*part)),
-                profile=from_codec[some["codec_id"]],
-                fidelity=some["fidelity"],
-                flags=some["flags"],
-                nbytes=some["nbytes"],
-                allocated=-(-some["nbytes"] // granule) * granule,
-                locator=some["locator"],
-                namespace=numbers[mine],
-                generation=some["generation"],
-                position=some["position"],
-            )
-        catalog.commit(rows)
-        store.policy.touched(catalog, rows)
-        store.totals["recovered"] += len(rows)
+            columns = {
+                "profile": profile_of[some["codec_id"]],
+                "allocated": -(-some["nbytes"] // granule) * granule,
+                "namespace": numbers[mine],
+            }
+            names = ("fidelity", "flags", "nbytes", "locator", "generation", "position")
+            columns |= {name: some[name] for name in names}
+            keys = [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
+            number = catalog.part_number(Part(*part))
+            rows = catalog.adopt(low.number, number, keys, columns)
+            store.policy.touched(catalog, rows)
+            store.totals["recovered"] += len(rows)

@@ -17,7 +17,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field
     """Base of all requests."""
 
 
-class Hello(Call, tag="hello"):
+class Hello(Call, frozen=True, tag="hello"):
     """First call of a connection. `closed` names earlier sessions of this process that are over."""
 
     protocol: int
@@ -37,7 +37,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_units: int
 
 
-class MatchCall(Call, tag="match"):
+class MatchCall(Call, frozen=True, tag="match"):
     """Ask for the longest run of a chain, at no less than `fidelity`, leased in RAM.
 
     Recomputing n tokens at position p takes linear * n + quadratic * (p * n + n * n / 2) seconds;
@@ -67,26 +67,24 @@ class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     eta_s: float = 0.0
     load_s: float = 0.0
     recompute_s: float = 0.0
-    staged: int = 0
-    """Blocks that a stage brought up from below for this match, by arrival."""
     sources: dict[str, int] = {}
     """Blocks of the answer by the tier they came from."""
 
 
-class WaitCall(Call, tag="wait"):
+class WaitCall(Call, frozen=True, tag="wait"):
     """Answered when a pending match is final: everything staged arrived, failed, or its deadline."""
 
     match: int
 
 
-class ReleaseCall(Call, tag="release"):
+class ReleaseCall(Call, frozen=True, tag="release"):
     """End a match that will not be fetched, or a transfer. One way; unknown numbers are ignored."""
 
     match: int = 0
     transfer: int = 0
 
 
-class GetCall(Call, tag="get"):
+class GetCall(Call, frozen=True, tag="get"):
     """Turn the lease of a final match into a transfer of its first `blocks` blocks."""
 
     match: int
@@ -103,7 +101,7 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Compare the payload checksums of these frames."""
 
 
-class PutCall(Call, tag="put"):
+class PutCall(Call, frozen=True, tag="put"):
     """Offer sealed blocks. `profiles` are those the client can encode; the store picks one.
 
     `keys` is the whole chain from its first block; blocks before `start` are touched, not offered.
@@ -142,7 +140,7 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Send the payload checksums with the commit: RAM is verified on every read."""
 
 
-class CommitCall(Call, tag="commit"):
+class CommitCall(Call, frozen=True, tag="commit"):
     """Make written units visible: int64 payload bytes of each unit in order, 0 gives one up.
 
     `checksums`: xxh3-128 of each payload, n x 16 bytes, when the reply to the put asked for them.
@@ -153,19 +151,19 @@ class CommitCall(Call, tag="commit"):
     checksums: bytes = b""
 
 
-class SettleCall(Call, tag="settle"):
+class SettleCall(Call, frozen=True, tag="settle"):
     """Make a pending match final now, with what has arrived; the rest of its stage is given up."""
 
     match: int
 
 
-class AbortCall(Call, tag="abort"):
+class AbortCall(Call, frozen=True, tag="abort"):
     """Give a reservation up."""
 
     reservation: int
 
 
-class FlushCall(Call, tag="flush"):
+class FlushCall(Call, frozen=True, tag="flush"):
     """Wait until blocks are durable in a lower tier, at most `deadline_s`."""
 
     namespace: str
@@ -180,7 +178,7 @@ class FlushReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     durable: bytes
 
 
-class ClearCall(Call, tag="clear"):
+class ClearCall(Call, frozen=True, tag="clear"):
     """Make every block of a namespace a miss in every tier from the answer on."""
 
     namespace: str
@@ -194,7 +192,7 @@ class ClearReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     failed: dict[str, str]
 
 
-class StatCall(Call, tag="stat"):
+class StatCall(Call, frozen=True, tag="stat"):
     """Ask for the counters and the state of every tier; `probe` tries each medium."""
 
     probe: bool = False

@@ -1,16 +1,21 @@
 """The Catalog: every placement and every hold, in memory. The only mutable heart of tierkv.
 
-A placement is one copy of a *unit* (key, part) in one tier. Placements are rows in numpy columns, not
+A placement is one copy of a *unit* (key, part) in one tier. Placements are rows in typed columns, not
 objects; a dict per part leads from a key to the first of its placements, `sibling` to the next. Keys and
 row numbers are all that the interpreter sees, and none of it is tracked by the garbage collector.
+
+Columns are `array.array`: one row is read in tens of nanoseconds, and `column` gives numpy a view where
+a decision looks at all of them.
 
 State changes only through TRANSITIONS. Allocated bytes are summed by (tier, state) with every change,
 so that free + dead + writing + ready + leaving = capacity can be asserted at any time.
 No I/O, no clock, no lock: the owner calls from one thread at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,73 +33,87 @@ class State(IntEnum):
     LEAVING = 3
 
 
+ABSENT, WRITING, READY, LEAVING = map(int, State)
+
 TRANSITIONS = {
-    "begin": (State.ABSENT, State.WRITING),
-    "commit": (State.WRITING, State.READY),
-    "abort": (State.WRITING, State.ABSENT),
-    "truncate": (State.READY, State.READY),
-    "leave": (State.READY, State.LEAVING),
-    "gone": (State.LEAVING, State.ABSENT),
+    "begin": (ABSENT, WRITING),
+    "commit": (WRITING, READY),
+    "abort": (WRITING, ABSENT),
+    "truncate": (READY, READY),
+    "leave": (READY, LEAVING),
+    "gone": (LEAVING, ABSENT),
 }
 """Holds lie on ready placements only; one that is held may leave, and is gone when the last hold ends."""
 
 NONE = -1
 
 COLUMNS = {
-    "part": "i4",
-    "tier": "i1",
-    "state": "i1",
-    "profile": "i1",
-    "fidelity": "i1",
-    "flags": "u1",
-    "holds": "i4",
-    "nbytes": "i4",
-    "allocated": "i8",
-    "locator": "i8",
-    "namespace": "i4",
-    "generation": "i8",
-    "position": "i4",
-    "sibling": "i4",
-    "serial": "u4",
+    "part": "h",
+    "tier": "b",
+    "state": "b",
+    "profile": "b",
+    "fidelity": "b",
+    "flags": "B",
+    "holds": "i",
+    "nbytes": "i",
+    "allocated": "q",
+    "locator": "q",
+    "namespace": "i",
+    "generation": "q",
+    "position": "i",
+    "sibling": "i",
+    "serial": "I",
 }
-Rows = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
-Sizes = npt.NDArray[np.int64]
-Column = npt.NDArray[np.int64]
-_FIRST_ROWS = 1024
+
+Rows = Sequence[int]
+
+
+class Unit(NamedTuple):
+    """What a new placement says of its frame; sizes in bytes, `namespace` and `profile` by number."""
+
+    key: bytes
+    part: int
+    profile: int
+    fidelity: int
+    flags: int
+    nbytes: int
+    allocated: int
+    locator: int
+    namespace: int
+    generation: int
+    position: int
 
 
 class Catalog:
     """Placements of units over tiers, which are numbered in the order given."""
 
-    part: Rows
-    tier: Column
-    state: Column
-    profile: Column
-    fidelity: Column
-    flags: Column
-    holds: Column
-    nbytes: Column
-    allocated: Column
-    locator: Column
-    namespace: Column
-    generation: Column
-    position: Column
-    sibling: Rows
-    serial: Column
+    part: "array[int]"
+    tier: "array[int]"
+    state: "array[int]"
+    profile: "array[int]"
+    fidelity: "array[int]"
+    flags: "array[int]"
+    holds: "array[int]"
+    nbytes: "array[int]"
+    allocated: "array[int]"
+    locator: "array[int]"
+    namespace: "array[int]"
+    generation: "array[int]"
+    position: "array[int]"
+    sibling: "array[int]"
+    serial: "array[int]"
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self.tiers = tuple(tiers)
-        self.bytes = np.zeros((len(tiers), len(State)), np.int64)
-        self.count = np.zeros((len(tiers), len(State)), np.int64)
+        self.bytes = [[0] * len(State) for _ in tiers]
+        self.count = [[0] * len(State) for _ in tiers]
         self.keys: list[bytes] = []
         self._parts: dict[Part, int] = {}
         self._part_list: list[Part] = []
         self._heads: list[dict[bytes, int]] = []
         self._recycled: list[int] = []
-        for name, dtype in COLUMNS.items():
-            setattr(self, name, np.zeros(_FIRST_ROWS, dtype))
-        self._end()
+        for name, typecode in COLUMNS.items():
+            setattr(self, name, array(typecode))
 
     def part_number(self, part: Part) -> int:
         """Return the number that columns hold for a part."""
@@ -113,55 +132,50 @@ class Catalog:
         """Return a row's part."""
         return self._part_list[self.part[row]]
 
-    def find(self, keys: Sequence[bytes], part: int) -> Rows:
+    def find(self, keys: Iterable[bytes], part: int) -> list[int]:
         """Return the first placement of each unit, NONE where the unit is not known."""
         head = self._heads[part].get
-        return np.array([head(key, NONE) for key in keys], np.int32)
+        return [head(key, NONE) for key in keys]
 
-    def siblings(self, heads: Rows) -> list[Rows]:
-        """Return the placements of units, first ones first; NONE where a unit has no more."""
-        out = []
-        while heads.max(initial=NONE) != NONE:
-            out.append(heads)
-            heads = self.sibling[heads]
-        return out
+    def copies(self, head: int) -> Iterator[int]:
+        """Go through the placements of a unit."""
+        sibling = self.sibling
+        while head != NONE:
+            yield head
+            head = sibling[head]
 
-    def in_tier(self, heads: Rows, tier: int) -> Rows:
-        """Return each unit's placement in a tier in any state, NONE where there is none."""
-        out = np.where(self.tier[heads] == tier, heads, np.int32(NONE))
-        rows = self.sibling[heads]
-        while rows.max(initial=NONE) != NONE:
-            np.copyto(out, rows, where=self.tier[rows] == tier)
-            rows = self.sibling[rows]
-        return out
+    def in_tier(self, head: int, tier: int) -> int:
+        """Return a unit's placement in a tier in any state, NONE where there is none."""
+        tiers, sibling = self.tier, self.sibling
+        while head != NONE and tiers[head] != tier:
+            head = sibling[head]
+        return head
 
-    def begin(
-        self, tier: int, keys: Sequence[bytes], part: int, **columns: npt.ArrayLike
-    ) -> Rows:
-        """Make placements in `writing`.
+    def begin(self, tier: int, units: Sequence[Unit]) -> list[int]:
+        """Make placements in `writing`; no unit has one in `tier` yet or stands twice in a call."""
+        rows = self._take_rows(len(units))
+        size = 0
+        for row, unit in zip(rows, units, strict=True):
+            self.keys[row] = unit.key
+            self.part[row], self.profile[row] = unit.part, unit.profile
+            self.fidelity[row], self.flags[row] = unit.fidelity, unit.flags
+            self.nbytes[row], self.allocated[row] = unit.nbytes, unit.allocated
+            self.locator[row], self.namespace[row] = unit.locator, unit.namespace
+            self.generation[row], self.position[row] = unit.generation, unit.position
+            size += unit.allocated
+            heads = self._heads[unit.part]
+            self.sibling[row] = heads.get(unit.key, NONE)
+            heads[unit.key] = row
+        self._enter(tier, rows, size)
+        return rows
 
-        Args:
-            tier: where; no unit has a placement there yet, and none stands twice in a call.
-            keys: of the units.
-            part: their part number.
-            columns: profile, fidelity, flags, nbytes, allocated, locator, namespace, generation and
-                position: a value for all or one for each.
-        """
-        fresh = self._take_rows(keys)
-        for name, values in columns.items():
-            getattr(self, name)[fresh] = values
-        self.part[fresh] = part
-        self.tier[fresh] = tier
-        self.holds[fresh] = 0
-        self.serial[fresh] += 1
-        heads = self._heads[part]
-        rows = fresh.tolist()
-        self.sibling[fresh] = [heads.get(key, NONE) for key in keys]
-        heads.update(zip(keys, rows, strict=True))
-        self.count[tier, State.ABSENT] += len(rows)
-        self.bytes[tier, State.ABSENT] += int(self.allocated[fresh].sum())
-        self._change("begin", fresh)
-        return fresh
+    def _enter(self, tier: int, rows: Rows, size: int) -> None:
+        for row in rows:
+            self.tier[row] = tier
+            self.serial[row] = (self.serial[row] + 1) & 0xFFFFFFFF
+        self.count[tier][ABSENT] += len(rows)
+        self.bytes[tier][ABSENT] += size
+        self._change("begin", rows)
 
     def commit(self, rows: Rows) -> None:
         """Make written placements visible."""
@@ -173,10 +187,10 @@ class Catalog:
         self._forget(rows)
 
     def resize(self, row: int, nbytes: int, allocated: int, locator: int) -> None:
-        """Note that a placement's frame became shorter; a ready one must not be held."""
-        state = int(self.state[row])
-        assert state == State.WRITING or (state == State.READY and not self.holds[row])
-        self.bytes[self.tier[row], state] += allocated - int(self.allocated[row])
+        """Note where a frame lies now and how long it is; a ready one must not be held."""
+        state = self.state[row]
+        assert state == WRITING or (state == READY and not self.holds[row])
+        self.bytes[self.tier[row]][state] += allocated - self.allocated[row]
         self.nbytes[row], self.allocated[row], self.locator[row] = nbytes, allocated, locator
 
     def leave(self, rows: Rows) -> None:
@@ -185,96 +199,113 @@ class Catalog:
 
     def gone(self, rows: Rows) -> None:
         """End leaving placements that nobody holds."""
-        assert not self.holds[rows].any(), "a held placement cannot be gone"
+        assert not any(self.holds[row] for row in rows), "a held placement cannot be gone"
         self._change("gone", rows)
         self._forget(rows)
 
     def hold(self, rows: Rows) -> None:
-        """Keep ready placements' bytes in place; rows stand once in a call."""
-        assert (self.state[rows] == State.READY).all(), "holds lie on ready placements only"
-        self.holds[rows] += 1
+        """Keep ready placements' bytes in place."""
+        state, holds = self.state, self.holds
+        for row in rows:
+            assert state[row] == READY, "holds lie on ready placements only"
+            holds[row] += 1
 
-    def unhold(self, rows: Rows) -> Rows:
+    def unhold(self, rows: Rows) -> list[int]:
         """End one hold of each row; returns those that are leaving and nobody holds any more."""
-        self.holds[rows] -= 1
-        assert (self.holds[rows] >= 0).all(), "a hold ended twice"
-        return rows[(self.holds[rows] == 0) & (self.state[rows] == State.LEAVING)]
+        state, holds = self.state, self.holds
+        free = []
+        for row in rows:
+            assert holds[row] > 0, "a hold ended twice"
+            holds[row] -= 1
+            if state[row] == LEAVING and not holds[row]:
+                free.append(row)
+        return free
 
-    def select(self, tier: int, *states: State) -> Rows:
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a numpy view of a column; it must be gone before the next placement is made."""
+        values = getattr(self, name)
+        return np.frombuffer(values, values.typecode)
+
+    def select(self, tier: int, *states: int) -> npt.NDArray[np.int32]:
         """Return the rows of a tier in any of the states. Linear in placements."""
-        used = len(self.keys)
-        mine = (self.tier[:used] == tier) & np.isin(self.state[:used], states)
+        if not self.keys:
+            return np.empty(0, np.int32)
+        mine = (self.column("tier") == tier) & np.isin(self.column("state"), states)
         return np.flatnonzero(mine).astype(np.int32)
 
     def check(self, tier: int, space: Space) -> None:
         """Assert the capacity invariant of one tier."""
-        placed = int(self.bytes[tier, State.WRITING :].sum())
+        placed = sum(self.bytes[tier][WRITING:])
         assert space.free + space.dead + placed == space.capacity, (
             f"{self.tiers[tier]}: free {space.free} + dead {space.dead} + placed {placed} "
             f"is not capacity {space.capacity}"
         )
 
-    def by_tier(self, rows: Rows) -> Iterator[tuple[int, Rows]]:
-        """Split rows by their tier."""
-        tiers = self.tier[rows]
-        if len(rows) and (tiers == tiers[0]).all():
-            yield int(tiers[0]), rows
-            return
-        for tier in np.unique(tiers).tolist():
-            yield tier, rows[tiers == tier]
+    def adopt(
+        self, tier: int, part: int, keys: list[bytes], columns: dict[str, npt.NDArray[Any]]
+    ) -> list[int]:
+        """Make ready placements of units that a tier found at start, in bulk; see `begin`.
+
+        Args:
+            tier: where; the catalog has no placements of it yet.
+            part: of all the units.
+            keys: of the units, distinct.
+            columns: the other fields of `Unit`.
+        """
+        rows = list(range(len(self.keys), len(self.keys) + len(keys)))
+        self.keys += keys
+        for name, typecode in COLUMNS.items():
+            values = columns.get(name, np.zeros(len(keys), typecode))
+            getattr(self, name).frombytes(values.astype(typecode).tobytes())
+        heads = self._heads[part]
+        start = rows[0] if rows else 0
+        self.part[start:] = array("h", [part]) * len(rows)
+        self.sibling[start:] = array("i", [heads.get(key, NONE) for key in keys])
+        heads.update(zip(keys, rows, strict=True))
+        self._enter(tier, rows, int(columns["allocated"].sum()))
+        self.commit(rows)
+        return rows
 
     def _change(self, name: str, rows: Rows) -> None:
         old, new = TRANSITIONS[name]
-        assert (self.state[rows] == old).all(), f"{name} of a placement that is not {old.name}"
-        self.state[rows] = new
-        for tier, mine in self.by_tier(rows):
-            size = int(self.allocated[mine].sum())
-            self.bytes[tier, old] -= size
-            self.bytes[tier, new] += size
-            self.count[tier, old] -= len(mine)
-            self.count[tier, new] += len(mine)
+        state, tiers, allocated = self.state, self.tier, self.allocated
+        for row in rows:
+            assert state[row] == old, f"{name} of a placement that is {State(state[row]).name}"
+            state[row] = new
+            tier, size = tiers[row], allocated[row]
+            sums, counts = self.bytes[tier], self.count[tier]
+            sums[old] -= size
+            sums[new] += size
+            counts[old] -= 1
+            counts[new] += 1
 
     def _forget(self, rows: Rows) -> None:
         """Unlink absent rows from their units and recycle them."""
-        for row in rows.tolist():
+        for row in rows:
             key, heads = self.keys[row], self._heads[self.part[row]]
-            after = int(self.sibling[row])
-            at = heads[key]
+            after, at = self.sibling[row], heads[key]
             if at == row and after == NONE:
                 del heads[key]
             elif at == row:
                 heads[key] = after
             else:
                 while self.sibling[at] != row:
-                    at = int(self.sibling[at])
+                    at = self.sibling[at]
                 self.sibling[at] = after
             self.keys[row] = b""
-        for tier, mine in self.by_tier(rows):
-            self.bytes[tier, State.ABSENT] -= int(self.allocated[mine].sum())
-            self.count[tier, State.ABSENT] -= len(mine)
-        self._recycled.extend(rows.tolist())
+            tier = self.tier[row]
+            self.bytes[tier][ABSENT] -= self.allocated[row]
+            self.count[tier][ABSENT] -= 1
+        self._recycled.extend(rows)
 
-    def _take_rows(self, keys: Sequence[bytes]) -> Rows:
-        reused = min(len(keys), len(self._recycled))
-        fresh = self._recycled[len(self._recycled) - reused :]
+    def _take_rows(self, count: int) -> list[int]:
+        reused = min(count, len(self._recycled))
+        rows = self._recycled[len(self._recycled) - reused :]
         del self._recycled[len(self._recycled) - reused :]
-        for row, key in zip(fresh, keys, strict=False):
-            self.keys[row] = key
-        fresh += range(len(self.keys), len(self.keys) + len(keys) - reused)
-        self.keys += keys[reused:]
-        if len(self.keys) >= len(self.part):
-            self._grow(len(self.keys) + 1)
-        return np.array(fresh, np.int32)
-
-    def _grow(self, rows: int) -> None:
-        size = max(rows, len(self.part) * 3 // 2)
-        for name in COLUMNS:
-            old = getattr(self, name)
-            column = np.zeros(size, old.dtype)
-            column[: len(old)] = old
-            setattr(self, name, column)
-        self._end()
-
-    def _end(self) -> None:
-        """Make the last row, which NONE leads to, one that no question is answered by."""
-        self.state[NONE], self.tier[NONE], self.sibling[NONE] = State.ABSENT, NONE, NONE
+        new = count - reused
+        rows += range(len(self.keys), len(self.keys) + new)
+        self.keys += [b""] * new
+        for name, typecode in COLUMNS.items():
+            if new:
+                getattr(self, name).extend(array(typecode, bytes(array(typecode).itemsize * new)))
+        return rows

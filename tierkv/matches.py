@@ -9,16 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
-from tierkv.catalog import NONE, Bools, Rows, State
+from tierkv.catalog import NONE
 from tierkv.cost import Recompute, load_seconds
 from tierkv.namespace import digest_of
-from tierkv.store import RAM, Store, in_state, keys_of, leading
+from tierkv.store import RAM, Store, keys_of
 
 Done = Callable[[MatchReply], None]
-_NONE = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class Match:
     keys: list[bytes]
     parts: list[int]
     deadline: float
-    rows: Rows = field(default_factory=lambda: _NONE)
+    rows: list[int] = field(default_factory=list)
     """RAM placements held, by unit; NONE while a unit is on its way."""
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
@@ -48,7 +45,8 @@ class Match:
         """Blocks from the head that are held."""
         if not self.pending:
             return len(self.rows) // len(self.parts)
-        return leading(self.rows != NONE, len(self.parts)) if len(self.rows) else 0
+        gap = self.rows.index(NONE) if NONE in self.rows else len(self.rows)
+        return gap // len(self.parts)
 
 
 class Matches:
@@ -57,11 +55,11 @@ class Matches:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.open: dict[int, Match] = {}
-        self.transfers: dict[int, tuple[int, Rows]] = {}
+        self.transfers: dict[int, tuple[int, list[int]]] = {}
         self.arriving: dict[int, list[int]] = {}
         """RAM row on its way -> numbers of the matches that want it."""
         self._next = 1
-        self.on_pending: Callable[[Match], None] = lambda _: None
+        self.on_pending: Callable[[Match, list[int]], None] = lambda _match, _heads: None
         """Told of each match that RAM did not answer whole; may stage for it."""
 
     def match(self, owner: int, call: MatchCall) -> MatchReply:
@@ -77,23 +75,20 @@ class Matches:
         store.touch(heads)
         store.totals["matches"] += 1
         store.totals["asked_blocks"] += len(keys)
-        rows, ok = self.ready(match, heads)
-        held = rows[: leading(ok, len(parts)) * len(parts)] if len(ok) else rows
-        store.catalog.hold(held)
-        match.rows = held
-        match.sources["host"] = len(held) // len(parts)
+        for head in heads:
+            row = store.ready_in(RAM, head, call.fidelity, namespace)
+            if row == NONE:
+                break
+            match.rows.append(row)
+        del match.rows[len(match.rows) // len(parts) * len(parts) :]
+        store.catalog.hold(match.rows)
+        match.sources["host"] = len(match.rows)
         self.open[match.number] = match
-        if match.blocks < len(keys) and store.lower and not store.broken:
-            self.on_pending(match)
+        if match.blocks < len(keys) and store.lower:
+            self.on_pending(match, heads)
         if not match.pending:
             self.finish(match)
         return self.reply(match)
-
-    def ready(self, match: Match, heads: Rows) -> tuple[Rows, Bools]:
-        """Return the RAM placement of each unit and whether it may answer."""
-        rows = self._store.catalog.in_tier(heads, RAM)
-        ok = self._store.usable_copies(rows, match.call.fidelity, match.namespace)
-        return rows, ok & in_state(self._store.catalog, rows, State.READY)
 
     def wait(self, owner: int, number: int, done: Done) -> None:
         """Call `done` when the match is final."""
@@ -120,9 +115,8 @@ class Matches:
             if match is None or row not in match.awaited:
                 continue
             unit = match.awaited.pop(row)
-            one = np.array([row], np.int32)
-            if usable and self._store.usable_copies(one, match.call.fidelity, match.namespace)[0]:
-                self._store.catalog.hold(one)
+            if usable and self._store.answers(row, match.call.fidelity, match.namespace):
+                self._store.catalog.hold([row])
                 match.rows[unit] = row
                 match.sources[source] += 1
             if not match.awaited:
@@ -139,13 +133,13 @@ class Matches:
         if match.pending:
             keep = match.blocks * len(match.parts)
             behind = match.rows[keep:]
-            self._store.unhold(behind[behind != NONE])
+            self._store.unhold([row for row in behind if row != NONE])
             match.rows = match.rows[:keep]
         match.pending = False
         match.deadline = self._store.clock() + match.call.deadline_s
         self._count(match)
         waiters, match.waiters = match.waiters, []
-        if not len(match.rows):
+        if not match.rows:
             del self.open[match.number]
         for done in waiters:
             done(self.reply(match))
@@ -154,8 +148,8 @@ class Matches:
         """Return the answer as it stands."""
         call, blocks = match.call, match.blocks
         store = self._store
-        stored = int(store.catalog.nbytes[match.rows].sum()) if blocks else 0
-        decode = store.decode_bps(match.rows)
+        stored = sum(store.catalog.nbytes[row] for row in match.rows if row != NONE)
+        decode = store.decode_bps([row for row in match.rows if row != NONE])
         load = load_seconds(stored, blocks * call.raw_bytes, store.rates()[RAM], decode)
         cost = Recompute(call.linear, call.quadratic)
         return MatchReply(
@@ -165,8 +159,7 @@ class Matches:
             eta_s=match.eta_s if match.pending else 0.0,
             load_s=load,
             recompute_s=cost.seconds(blocks * call.tokens_per_block, call.position),
-            staged=sum(match.sources.values()) - match.sources["host"],
-            sources=dict(match.sources),
+            sources={name: units // len(match.parts) for name, units in match.sources.items()},
         )
 
     def get(self, owner: int, call: GetCall) -> GetReply:
@@ -180,7 +173,7 @@ class Matches:
         store.unhold(match.rows[keep:])
         del self.open[match.number]
         self.transfers[match.number] = (owner, rows)
-        store.totals["served_bytes"] += int(store.catalog.nbytes[rows].sum())
+        store.totals["served_bytes"] += sum(store.catalog.nbytes[row] for row in rows)
         counts, runs = store.runs_of(rows)
         return GetReply(
             transfer=match.number,
@@ -223,8 +216,8 @@ class Matches:
 
     def _end(self, match: Match) -> None:
         match.awaited.clear()
-        self._store.unhold(match.rows[match.rows != NONE])
-        match.rows = _NONE
+        self._store.unhold([row for row in match.rows if row != NONE])
+        match.rows = []
         del self.open[match.number]
         for done in match.waiters:
             done(MatchReply(match=0, blocks=0))
@@ -235,6 +228,6 @@ class Matches:
 
     def _count(self, match: Match) -> None:
         store, blocks = self._store, match.blocks
-        for name, count in match.sources.items():
-            store.hits[name] += count if name == "host" else count // len(match.parts)
+        for name, units in match.sources.items():
+            store.hits[name] += units // len(match.parts)
         store.totals["miss_blocks"] += len(match.keys) - blocks

@@ -24,15 +24,16 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-        self.minimum = np.zeros(16, np.int64)
+        self._digests: list[bytes] = []
+        self.minimum: list[int] = []
 
     def number(self, digest: bytes) -> int:
         """Return the number of a namespace, making one at first sight."""
         number = self._numbers.get(digest)
         if number is None:
-            number = self._numbers[digest] = len(self._numbers)
-            if number >= len(self.minimum):
-                self.minimum = np.concatenate([self.minimum, np.zeros_like(self.minimum)])
+            number = self._numbers[digest] = len(self._digests)
+            self._digests.append(digest)
+            self.minimum.append(0)
         return number
 
     def numbers(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
@@ -43,11 +44,11 @@ class Namespaces:
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a number."""
-        return next(digest for digest, known in self._numbers.items() if known == number)
+        return self._digests[number]
 
     def generation(self, digest: bytes) -> int:
         """Return the minimum generation."""
-        return int(self.minimum[self.number(digest)])
+        return self.minimum[self.number(digest)]
 
     def raise_to(self, digest: bytes, generation: int) -> None:
         """Raise the minimum; a lower value changes nothing."""

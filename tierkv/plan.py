@@ -1,26 +1,20 @@
-"""Plan: what to do, decided without I/O. Immutable; the executor carries it out.
-"""
+"""Plan: what to do, decided without I/O. Immutable; the executor carries it out."""
 
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-
-from tierkv.catalog import Rows
 
 from tierkv.codec import Profile
 
 
 @dataclass(frozen=True, slots=True)
 class PutPlan:
-    """Which of the offered units to write, in order, under which profile."""
+    """Which of the offered units to write, in order, under which profile, and what goes first."""
 
-    units: npt.NDArray[np.intp]
+    units: list[int]
     known: int
     refused: int
     profile: Profile
-    drops: Rows
-    """RAM placements to drop first."""
+    drops: list[int]
+    """RAM placements to drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +31,5 @@ class RegionPlan:
     """Which region to reclaim, what survives it (carried to the open region) and what is dropped."""
 
     number: int
-    carry: Rows
-    drops: Rows
+    carry: list[int]
+    drops: list[int]

@@ -2,27 +2,25 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from tierkv.catalog import Rows, State
+from tierkv.catalog import READY, Catalog, Rows
 from tierkv.codec import Profile
 from tierkv.cost import Rates, Recompute, load_seconds, pick_profile
 from tierkv.plan import PutPlan, RegionPlan, StagePlan
-from tierkv.policy import Policy, View
+from tierkv.policy import Policy
 from tierkv.tier import Region
 
 CARRY_SHARE = 0.5
 """The most of a region's bytes that a reclaim carries on: each reclaim frees at least half a region."""
 CANDIDATES = 8
 """Sealed regions looked at per reclaim, oldest first."""
+RAM = 0
 
 
 def plan_put(
     policy: Policy,
-    view: View,
-    known: npt.NDArray[np.bool_],
-    sizes: npt.NDArray[np.int64],
+    view: Catalog,
+    known: Sequence[bool],
+    sizes: Sequence[int],
     profile: Profile,
     free: int,
     parts: int,
@@ -33,28 +31,34 @@ def plan_put(
     a block behind a gap could never be hit.
 
     Args:
-        known: per unit (block-major): a copy of at least its fidelity exists.
-        sizes: per unit: RAM bytes to allocate, the profile's upper bound.
+        policy: says what RAM gives up first.
+        view: the catalog.
+        known: per unit (block-major): needs no copy.
+        sizes: per part: RAM bytes to allocate, the profile's upper bound.
+        profile: of the new frames.
         free: free bytes of RAM.
         parts: units per block.
     """
-    wanted = np.flatnonzero(~known)
-    total = int(sizes[wanted].sum())
-    drops = np.empty(0, np.int32)
+    wanted = [unit for unit, has in enumerate(known) if not has]
+    total = sum(sizes[unit % parts] for unit in wanted)
+    drops: list[int] = []
     if total > free:
-        drops = policy.victims(view, 0, total - free)
-        free += int(view.allocated[drops].sum())
-    fit = int(np.searchsorted(np.cumsum(sizes[wanted]), free, side="right"))
-    if fit < len(wanted):
-        first_refused_block = wanted[fit] // parts
-        fit = int(np.searchsorted(wanted, first_refused_block * parts))
-        drops = drops if fit else np.empty(0, np.int32)
+        drops = policy.victims(view, RAM, total - free)
+        free += sum(view.allocated[row] for row in drops)
+    fit = len(wanted)
+    if total > free:
+        fit = 0
+        while fit < len(wanted) and free >= sizes[wanted[fit] % parts]:
+            free -= sizes[wanted[fit] % parts]
+            fit += 1
+        while fit and fit < len(wanted) and wanted[fit - 1] // parts == wanted[fit] // parts:
+            fit -= 1
     return PutPlan(
         units=wanted[:fit],
-        known=int(known.sum()),
+        known=len(known) - len(wanted),
         refused=len(wanted) - fit,
         profile=profile,
-        drops=drops,
+        drops=drops if fit else [],
     )
 
 
@@ -69,9 +73,8 @@ def plan_profile(profiles: Sequence[Profile], lower: Sequence[Rates]) -> Profile
 
 
 def plan_stage(
-    ready: int,
-    stored: npt.NDArray[np.int64],
-    source: npt.NDArray[np.int64],
+    stored: Sequence[int],
+    source: Sequence[int],
     rates: Sequence[Rates],
     decode_bps: float,
     raw_bytes: int,
@@ -82,62 +85,72 @@ def plan_stage(
     """Choose the length that minimises loading it plus recomputing the rest of the chain.
 
     Args:
-        ready: blocks already in RAM at the head of the chain; they are never given back.
-        stored: per block of the chain's available run: bytes to bring up, 0 when in RAM.
+        stored: per block behind what RAM has: bytes to bring up, 0 when in RAM.
         source: per block: number of the tier it comes from.
         rates: by tier number.
         decode_bps: raw bytes per second of the slowest profile in the run.
         raw_bytes: raw bytes of one block.
         tokens: tokens per block.
-        position: of the chain's first token.
+        position: of the first token behind what RAM has.
         recompute: seconds of prefill; unknown loads everything.
+
+    Returns: a plan whose `blocks` counts those behind what RAM has.
     """
-    count = len(stored) - ready
-    load = np.zeros(count + 1)
-    for tier, rate in enumerate(rates):
-        mine = np.where(source[ready:] == tier, stored[ready:], 0)
-        sums = np.concatenate([[0], np.cumsum(mine)])
-        raw = np.concatenate([[0], np.cumsum(mine > 0)]) * raw_bytes
-        load += (sums > 0) * rate.latency_s + sums / rate.read_bps + raw / decode_bps
-    first = position + ready * tokens
-    saved = np.array([recompute.seconds(n * tokens, first) for n in range(count + 1)])
-    best = int(np.argmin(load - saved)) if recompute.known else count
-    return StagePlan(ready + best, float(load[best]), float(saved[best]))
+    sums = [0] * len(rates)
+    raws = [0] * len(rates)
+    best = StagePlan(0, 0.0, 0.0)
+    for blocks, (size, tier) in enumerate(zip(stored, source, strict=True), 1):
+        sums[tier] += size
+        raws[tier] += raw_bytes if size else 0
+        load = sum(
+            load_seconds(mine, raw, rate, decode_bps)
+            for mine, raw, rate in zip(sums, raws, rates, strict=True)
+        )
+        saved = recompute.seconds(blocks * tokens, position)
+        if not recompute.known or saved - load > best.recompute_s - best.load_s:
+            best = StagePlan(blocks, load, saved)
+    return best
 
 
 def plan_region(
-    policy: Policy, view: View, tier: int, regions: Sequence[Region], rows: Rows
+    policy: Policy, view: Catalog, tier: int, regions: Sequence[Region], rows: Rows
 ) -> RegionPlan | None:
     """Choose the region that costs least to free and name what survives it.
 
     Args:
+        policy: says what is worth keeping.
+        view: the catalog.
+        tier: the regions' tier.
         regions: sealed regions, oldest first.
-        rows: all placements of the tier.
+        rows: all placements of the tier, in any state.
 
-    Returns: None when every region holds something held or unfinished.
+    Returns: None when every region looked at holds something held or unfinished.
     """
-    starts = np.array([region.start for region in regions], np.int64)
-    order = np.argsort(starts)
-    lies = np.searchsorted(starts[order], view.locator[rows], side="right") - 1
-    inside = lies >= 0
-    owner = np.where(inside, order[lies], -1)
-    stops = np.array([region.stop for region in regions], np.int64)
-    owner[inside & (view.locator[rows] >= stops[owner])] = -1
-    busy = (view.state[rows] != State.READY) | (view.holds[rows] > 0)
-    kept = policy.keeps(view, tier, rows)
-    sizes = view.allocated[rows]
-    best, least = -1, np.inf
-    for number, region in enumerate(regions[:CANDIDATES]):
-        mine = owner == number
-        if (busy & mine).any():
+    looked = regions[:CANDIDATES]
+    inside: list[list[int]] = [[] for _ in looked]
+    starts = sorted((region.start, region.stop, index) for index, region in enumerate(looked))
+    for row in rows:
+        at = view.locator[row]
+        for start, stop, index in starts:
+            if start <= at < stop:
+                inside[index].append(row)
+                break
+    best: RegionPlan | None = None
+    least = float("inf")
+    for region, mine in zip(looked, inside, strict=True):
+        if any(view.state[row] != READY or view.holds[row] for row in mine):
             continue
-        carried = min(int(sizes[mine & kept].sum()), CARRY_SHARE * (region.stop - region.start))
+        kept = policy.keeps(view, tier, mine)
+        hot = policy.oldest([row for row, keep in zip(mine, kept, strict=True) if keep])
+        limit = CARRY_SHARE * (region.stop - region.start)
+        carry: list[int] = []
+        carried = 0
+        for row in reversed(hot):
+            if carried + view.allocated[row] <= limit:
+                carried += view.allocated[row]
+                carry.append(row)
         if carried < least:
-            best, least = number, carried
-    if best < 0:
-        return None
-    mine = rows[owner == best]
-    hot = policy.oldest(rows[(owner == best) & kept])[::-1]
-    limit = CARRY_SHARE * (regions[best].stop - regions[best].start)
-    carry = hot[np.cumsum(view.allocated[hot]) <= limit]
-    return RegionPlan(regions[best].number, carry, np.setdiff1d(mine, carry).astype(np.int32))
+            least = carried
+            staying = set(carry)
+            best = RegionPlan(region.number, carry, [row for row in mine if row not in staying])
+    return best

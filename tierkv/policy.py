@@ -6,42 +6,28 @@ Rows are the Catalog's; the policy keeps its own columns beside them. Implementa
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from tierkv.catalog import Rows
-
-
-
-class View(Protocol):
-    """What a policy may look at: columns by row number."""
-
-    tier: npt.NDArray[np.int64]
-    state: npt.NDArray[np.int64]
-    holds: npt.NDArray[np.int64]
-    allocated: npt.NDArray[np.int64]
-    locator: npt.NDArray[np.int64]
+from tierkv.catalog import Catalog, Rows
 
 
 class Policy(Protocol):
-    """Told what is used; asked what to give up."""
+    """Told what is used; asked what to give up. Reads the catalog's columns and changes nothing."""
 
     name: str
 
-    def touched(self, view: View, rows: Rows) -> None:
+    def touched(self, view: Catalog, rows: Rows) -> None:
         """Placements of one chain were used, head first; called once per request and chain."""
 
     def forgot(self, rows: Rows) -> None:
         """Placements are gone; their row numbers may come back as others."""
 
-    def victims(self, view: View, tier: int, need: int) -> Rows:
+    def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
         """Return ready, unheld placements worth least, enough to free `need` bytes or all there are.
 
         Never a block whose descendants (touched with it, behind it) stay.
         """
 
-    def keeps(self, view: View, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return which rows of a tier are worth writing again when their region is reclaimed."""
 
-    def oldest(self, rows: Rows) -> Rows:
+    def oldest(self, rows: Rows) -> list[int]:
         """Return the rows in the order they would be given up."""

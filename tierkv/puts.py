@@ -1,21 +1,21 @@
 """Puts: from offered blocks to reserved pages, and from written pages to visible blocks."""
 
+from array import array
 from dataclasses import dataclass
-
-import numpy as np
 
 from tierkv import frame, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
-from tierkv.catalog import NONE, Bools, Rows, Sizes, State
+from tierkv.catalog import LEAVING, NONE, READY, Unit
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
 from tierkv.namespace import digest_of
 from tierkv.plan import PutPlan
-from tierkv.store import RAM, Store, in_state, keys_of
+from tierkv.store import RAM, Store, keys_of
 from tierkv.write_behind import WriteBehind
 
 HEADER_BYTES = frame.header_bytes(1)
+FINGERPRINT_BYTES = 32
 _NO_ARTIFACT = bytes(32)
 
 
@@ -24,7 +24,7 @@ class _Reservation:
     """The writer's hold: placements in `writing`, and what their headers will say."""
 
     owner: int
-    rows: Rows
+    rows: list[int]
     raw: list[int]
     fingerprint: bytes
     namespace: bytes
@@ -43,25 +43,23 @@ class Puts:
 
     def put(self, owner: int, call: PutCall) -> PutReply:
         """Plan a put and reserve what it may write. Raises: TierKVError (invalid)."""
-        store, catalog = self._store, self._store.catalog
+        store = self._store
         parts = store.parts_of(call.parts)
         keys = keys_of(call.keys, len(parts))
-        namespace = store.namespaces.number(digest_of(call.namespace))
         raw = _raw_bytes(call, len(parts), len(keys))
+        namespace = store.namespaces.number(digest_of(call.namespace))
         heads = store.heads(keys, parts)
-        self._clear_the_way(heads, call.fidelity, namespace)
-        heads = store.heads(keys, parts)
-        known = self._known(heads, call.fidelity, namespace)
-        known[: call.start * len(parts)] = True
+        known = [self._known(head, call.fidelity, namespace) for head in heads]
+        skipped = call.start * len(parts)
+        known[:skipped] = [True] * skipped
         profile = planner.plan_profile(_profiles(call), [low.io.rates for low in store.lower])
-        plan = self._plan(heads, known, raw, profile, len(parts))
-        offered = (len(keys) - call.start) * len(parts)
-        plan_known = plan.known - call.start * len(parts)
+        plan = self._plan(heads, known, raw, profile)
+        plan_known = plan.known - skipped
         store.totals["known_units"] += plan_known
         store.counters["put_refused_full"] += plan.refused
-        if not len(plan.units):
+        if not plan.units:
             store.touch(heads)
-            return PutReply(reservation=0, known=plan_known, refused=offered - plan_known)
+            return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
         rows = self._begin(call, keys, parts, plan, raw)
         store.touch(store.heads(keys, parts))
@@ -69,8 +67,8 @@ class Puts:
         number, self._next = self._next, self._next + 1
         seal = store.settings.verify == "always"
         self.open[number] = _Reservation(
-            owner, rows, raw[plan.units].tolist(), call.fingerprint,
-            digest_of(call.namespace), call.tokens_per_block, seal,
+            owner, rows, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
+            store.namespaces.digest(namespace), call.tokens_per_block, seal,
         )  # fmt: skip
         counts, runs = store.runs_of(rows)
         return PutReply(
@@ -78,7 +76,7 @@ class Puts:
             profile=profile.name,
             known=plan_known,
             refused=plan.refused,
-            units=plan.units.astype("<u4").tobytes(),
+            units=array("I", plan.units).tobytes(),
             header_bytes=HEADER_BYTES,
             run_counts=counts,
             runs=runs,
@@ -91,22 +89,26 @@ class Puts:
         if reservation is None:
             return Done()
         store, catalog, rows = self._store, self._store.catalog, reservation.rows
-        lengths = np.frombuffer(call.lengths, "<i8")
+        lengths = array("q", call.lengths) if len(call.lengths) % 8 == 0 else array("q")
         sums = call.checksums
-        bounds = np.array([frame.payload_bound(raw) for raw in reservation.raw])
         if len(lengths) != len(rows) or (reservation.seal and len(sums) != len(rows) * 16):
             store.abort(rows)
             raise invalid(f"commit names {len(lengths)} lengths for {len(rows)} units")
-        current = catalog.generation[rows] >= store.namespaces.minimum[catalog.namespace[rows]]
-        keep = (lengths > 0) & (lengths <= bounds) & current
-        for index in np.flatnonzero(keep).tolist():
+        done: list[int] = []
+        given_up: list[int] = []
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            bound = catalog.nbytes[row] - HEADER_BYTES
+            minimum = store.namespaces.minimum[catalog.namespace[row]]
+            if not 0 < length <= bound or catalog.generation[row] < minimum:
+                given_up.append(row)
+                continue
             checksum = sums[index * 16 : index * 16 + 16] if reservation.seal else b""
-            self._seal(int(rows[index]), reservation, index, int(lengths[index]), checksum)
-        store.abort(rows[~keep])
-        done = rows[keep]
+            self._seal(row, reservation, index, length, checksum)
+            store.totals["stored_bytes"] += length
+            done.append(row)
+        store.abort(given_up)
         catalog.commit(done)
         store.totals["put_units"] += len(done)
-        store.totals["stored_bytes"] += int(lengths[keep].sum())
         store.check()
         self._write_behind.offer(done)
         return Done(units=len(done))
@@ -129,83 +131,85 @@ class Puts:
             return None
         return self.open.pop(number)
 
-    def _clear_the_way(self, heads: Rows, fidelity: int, namespace: int) -> None:
-        """Drop RAM copies that cannot answer this put's readers, where nobody holds them."""
-        store = self._store
-        rows = store.catalog.in_tier(heads, RAM)
-        poor = in_state(store.catalog, rows, State.READY)
-        poor &= ~store.usable_copies(rows, fidelity, namespace)
-        store.drop(rows[poor])
+    def _known(self, head: int, fidelity: int, namespace: int) -> bool:
+        """Return whether a unit needs no copy: one is there or coming, or the way is not free.
 
-    def _known(self, heads: Rows, fidelity: int, namespace: int) -> Bools:
-        """Return which units need no copy: one is there, coming, or in the way until a hold ends."""
+        A RAM copy that cannot answer this put's readers makes way, unless somebody holds it.
+        """
         store, catalog = self._store, self._store.catalog
-        known = catalog.in_tier(heads, RAM) != NONE
-        for rows in catalog.siblings(heads):
-            known |= store.usable_copies(rows, fidelity, namespace) & in_state(
-                catalog, rows, State.WRITING, State.READY
-            )
-        return known
+        for row in catalog.copies(head):
+            if catalog.state[row] != LEAVING and store.answers(row, fidelity, namespace):
+                return True
+        row = catalog.in_tier(head, RAM)
+        if row == NONE:
+            return False
+        if catalog.state[row] != READY or catalog.holds[row]:
+            return True
+        store.drop([row])
+        return False
 
-    def _plan(self, heads: Rows, known: Bools, raw: Sizes, profile: Profile, parts: int) -> PutPlan:
+    def _plan(
+        self, heads: list[int], known: list[bool], raw: list[int], profile: Profile
+    ) -> PutPlan:
         """Plan with the chain's own blocks protected from making room for its tail."""
         store, catalog = self._store, self._store.catalog
-        rows = catalog.in_tier(heads, RAM)
-        rows = rows[in_state(catalog, rows, State.READY)]
-        catalog.hold(rows)
+        mine = [catalog.in_tier(head, RAM) for head, has in zip(heads, known, strict=True) if has]
+        mine = [row for row in mine if row != NONE and catalog.state[row] == READY]
         page = store.host.page_bytes
-        sizes = (HEADER_BYTES + raw + profile.bound_extra + page - 1) // page * page
+        sizes = [-(-(HEADER_BYTES + size + profile.bound_extra) // page) * page for size in raw]
+        free = store.host.space().free
+        catalog.hold(mine)
         try:
-            return planner.plan_put(
-                store.policy, catalog, known, sizes, profile, store.host.space().free, parts
-            )
+            return planner.plan_put(store.policy, catalog, known, sizes, profile, free, len(raw))
         finally:
-            store.unhold(rows)
+            store.unhold(mine)
 
-    def _begin(self, call: PutCall, keys: list[bytes], parts: list[int], plan: PutPlan, raw: Sizes) -> Rows:
-        store = self._store
+    def _begin(
+        self, call: PutCall, keys: list[bytes], parts: list[int], plan: PutPlan, raw: list[int]
+    ) -> list[int]:
+        store, profile = self._store, plan.profile
         namespace = store.namespaces.number(digest_of(call.namespace))
-        rows = np.empty(len(plan.units), np.int32)
         page = store.host.page_bytes
-        for index, part in enumerate(parts):
-            mine = np.flatnonzero(plan.units % len(parts) == index)
-            blocks = plan.units[mine] // len(parts)
-            nbytes = HEADER_BYTES + raw[plan.units[mine]] + plan.profile.bound_extra
-            locators = [store.host.reserve(size) for size in nbytes.tolist()]
-            assert None not in locators, "the plan promised room"
-            rows[mine] = store.catalog.begin(
-                RAM,
-                [keys[block] for block in blocks.tolist()],
-                part,
-                profile=plan.profile.number,
-                fidelity=min(call.fidelity, plan.profile.fidelity),
-                flags=frame.DERIVED if call.derived else 0,
-                nbytes=nbytes,
-                allocated=-(-nbytes // page) * page,
-                locator=locators,
-                namespace=namespace,
-                generation=store.namespaces.minimum[namespace],
-                position=call.position + blocks * call.tokens_per_block,
+        units: list[Unit] = []
+        for unit in plan.units:
+            block, index = divmod(unit, len(parts))
+            nbytes = HEADER_BYTES + raw[index] + profile.bound_extra
+            locator = store.host.reserve(nbytes)
+            assert locator is not None, "the plan promised room"
+            units.append(
+                Unit(
+                    keys[block],
+                    parts[index],
+                    profile.number,
+                    min(call.fidelity, profile.fidelity),
+                    frame.DERIVED if call.derived else 0,
+                    nbytes,
+                    -(-nbytes // page) * page,
+                    locator,
+                    namespace,
+                    store.namespaces.minimum[namespace],
+                    call.position + block * call.tokens_per_block,
+                )  # fmt: skip
             )
-        return rows
+        return store.catalog.begin(RAM, units)
 
     def _seal(self, row: int, held: _Reservation, index: int, length: int, checksum: bytes) -> None:
         """Trim a written frame to its size and write its header."""
         store, catalog = self._store, self._store.catalog
         nbytes = HEADER_BYTES + length
         page = store.host.page_bytes
-        locator = store.host.truncate(int(catalog.locator[row]), nbytes)
+        locator = store.host.truncate(catalog.locator[row], nbytes)
         catalog.resize(row, nbytes, -(-nbytes // page) * page, locator)
-        profile = BY_NUMBER[int(catalog.profile[row])]
-        fidelity = Fidelity(int(catalog.fidelity[row]))
+        profile = BY_NUMBER[catalog.profile[row]]
+        fidelity = Fidelity(catalog.fidelity[row])
         lossy = frame.LOSSY if fidelity < Fidelity.EXACT else 0
         header = frame.Header(
             codec_id=profile.codec_id,
-            flags=int(catalog.flags[row]) | lossy,
+            flags=catalog.flags[row] | lossy,
             fidelity=fidelity,
             tokens=held.tokens,
-            position=int(catalog.position[row]),
-            generation=int(catalog.generation[row]),
+            position=catalog.position[row],
+            generation=catalog.generation[row],
             fingerprint=held.fingerprint,
             key=catalog.keys[row],
             namespace=held.namespace,
@@ -219,19 +223,25 @@ class Puts:
         store.host.pieces(locator)[0][:HEADER_BYTES] = frame.pack(header)
 
 
-def _raw_bytes(call: PutCall, parts: int, blocks: int) -> Sizes:
-    sizes = np.frombuffer(call.raw_bytes, "<i8")
-    if len(sizes) != parts or (sizes <= 0).any() or (sizes > frame.MAX_PAYLOAD_BYTES // 2).any():
+def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:
+    """Return the raw bytes of each part, after a look at the call's other numbers."""
+    sizes = array("q", call.raw_bytes) if len(call.raw_bytes) == 8 * parts else array("q")
+    if not sizes or min(sizes) <= 0 or max(sizes) > frame.MAX_PAYLOAD_BYTES // 2:
         raise invalid(f"a put gives raw bytes above 0 for each of its {parts} parts")
-    if not (0 <= call.start <= blocks and len(call.fingerprint) == 32):
+    if not (0 <= call.start <= blocks and len(call.fingerprint) == FINGERPRINT_BYTES):
         raise invalid("a put starts inside its chain and names a 32-byte fingerprint")
     if call.fidelity not in Fidelity.__members__.values():
         raise invalid(f"fidelity {call.fidelity} is not known")
-    return np.tile(sizes, blocks)
+    last = call.position + blocks * call.tokens_per_block
+    if not (0 <= call.position <= last < 1 << 31 and 0 < call.tokens_per_block):
+        raise invalid("positions lie between 0 and 2^31 and a block has tokens")
+    return list(sizes)
 
 
 def _profiles(call: PutCall) -> list[Profile]:
     known = [PROFILES[name] for name in call.profiles if name in PROFILES]
     if not known:
-        raise invalid(f"none of the profiles {call.profiles} is known; offer one of {list(PROFILES)}")
+        raise invalid(
+            f"none of the profiles {call.profiles} is known; offer one of {list(PROFILES)}"
+        )
     return known

@@ -1,7 +1,7 @@
 """What a store says about itself, from its counters (`stat.StoreStat`)."""
 
 from tierkv import __version__
-from tierkv.catalog import NONE, State
+from tierkv.catalog import NONE, READY, WRITING
 from tierkv.matches import Matches
 from tierkv.puts import Puts
 from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat
@@ -10,7 +10,11 @@ from tierkv.write_behind import WriteBehind
 
 
 def report(
-    store: Store, matches: Matches, puts: Puts, write_behind: WriteBehind, started: float,
+    store: Store,
+    matches: Matches,
+    puts: Puts,
+    write_behind: WriteBehind,
+    started: float,
     problems: dict[str, str],
 ) -> StoreStat:
     """Return the counters. Under the store's lock.
@@ -22,7 +26,7 @@ def report(
     queues = write_behind.queues
     oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
     held = [rows for _, rows in matches.transfers.values()]
-    held += [match.rows[match.rows != NONE] for match in matches.open.values()]
+    held += [[row for row in match.rows if row != NONE] for match in matches.open.values()]
     return StoreStat(
         version=__version__,
         epoch=store.host.epoch,
@@ -43,7 +47,7 @@ def report(
             matches=len(matches.open),
             transfers=len(matches.transfers),
             reservations=len(puts.open),
-            held_bytes=sum(int(store.catalog.allocated[rows].sum()) for rows in held),
+            held_bytes=sum(store.catalog.allocated[row] for rows in held for row in rows),
         ),
         write_behind=WriteBehindStat(
             queued_frames=sum(len(queue.waiting) + queue.batch for queue in queues),
@@ -57,7 +61,7 @@ def report(
 
 def _tiers(store: Store, problems: dict[str, str]) -> list[TierStat]:
     catalog, space = store.catalog, store.host.space()
-    used = int(catalog.bytes[RAM, State.WRITING :].sum())
+    used = sum(catalog.bytes[RAM][WRITING:])
     tiers = [
         TierStat(
             name="host",
@@ -66,7 +70,7 @@ def _tiers(store: Store, problems: dict[str, str]) -> list[TierStat]:
             capacity_bytes=space.capacity,
             used_bytes=used,
             free_bytes=space.free,
-            placements=int(catalog.count[RAM, State.READY]),
+            placements=catalog.count[RAM][READY],
             read_bytes=store.totals["served_bytes"],
             written_bytes=store.totals["stored_bytes"],
             read_bps=HOST_RATES.read_bps,
@@ -87,10 +91,10 @@ def _lower(store: Store, low: Lower, problem: str) -> TierStat:
         problem=problem,
         durable=low.tier.durable,
         capacity_bytes=space.capacity,
-        used_bytes=int(catalog.bytes[low.number, State.WRITING :].sum()),
+        used_bytes=sum(catalog.bytes[low.number][WRITING:]),
         dead_bytes=space.dead,
         free_bytes=space.free,
-        placements=int(catalog.count[low.number, State.READY]),
+        placements=catalog.count[low.number][READY],
         read_bytes=low.io.read_bytes,
         written_bytes=low.io.written_bytes,
         read_bps=rates.read_bps,

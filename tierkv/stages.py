@@ -7,16 +7,15 @@ stay reserved until the read has returned.
 """
 
 from collections.abc import Sequence
-
-import numpy as np
+from functools import partial
 
 from tierkv import frame, planner
-from tierkv.catalog import NONE, Bools, Rows, State
-from tierkv.codec import BY_CODEC_ID
+from tierkv.catalog import NONE, READY, Unit
+from tierkv.codec import BY_CODEC_ID, RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
-from tierkv.store import RAM, Lower, Store, in_state, leading
+from tierkv.store import RAM, Lower, Store
 from tierkv.tier import FrameId, Item, Outcome, SharedTier, Status
 
 READS_PER_JOB = 4
@@ -36,37 +35,43 @@ class Stages:
         """First missing key of a probed chain -> until when not to ask again."""
         matches.on_pending = self.consider
 
-    def consider(self, match: Match) -> None:
+    def consider(self, match: Match, heads: list[int]) -> None:
         """Stage what lies below for a match, or ask a shared tier first."""
-        heads = self._store.heads(match.keys, match.parts)
+        store = self._store
         reach = self._reach(match, heads)
-        shared = next((low for low in self._store.lower if low.shared is not None), None)
-        if shared is not None and reach < len(match.keys) and self._worth_asking(match, shared, reach):
-            match.pending = True
-            match.eta_s = shared.io.rates.latency_s
-            self._store.executor.submit(shared.reads, lambda: self._probe(match, shared, reach))
-            return
+        shared = next((low for low in store.lower if low.shared is not None), None)
+        if shared is not None and reach < len(match.keys) and store.usable(shared):
+            if store.clock() >= self._absent.get(match.keys[reach], 0.0):
+                match.pending = True
+                match.eta_s = shared.io.rates.latency_s
+                store.executor.submit(shared.reads, partial(self._probe, match, shared, reach))
+                return
         self._stage(match, heads, reach)
 
-    def _reach(self, match: Match, heads: Rows) -> int:
+    def _reach(self, match: Match, heads: list[int]) -> int:
         """Return the blocks from the head that are in RAM, on their way there, or below."""
-        store = self._store
-        found = np.zeros(len(heads), np.bool_)
-        usable = [RAM, *(low.number for low in store.lower if store.usable(low))]
-        for rows in store.catalog.siblings(heads):
-            copies = store.usable_copies(rows, match.call.fidelity, match.namespace)
-            ready = in_state(store.catalog, rows, State.READY)
-            ready &= np.isin(store.catalog.tier[rows], usable)
-            found |= copies & (ready | self._on_their_way(rows))
-        return leading(found, len(match.parts)) if len(found) else 0
+        for unit in range(len(match.rows), len(heads)):
+            if self._source(match, heads[unit]) == NONE:
+                return unit // len(match.parts)
+        return len(match.keys)
 
-    def _on_their_way(self, rows: Rows) -> Bools:
-        arriving = self._matches.arriving
-        return np.array([row in arriving for row in rows.tolist()], np.bool_)
+    def _source(self, match: Match, head: int) -> int:
+        """Return the copy a unit comes from: in RAM or on its way there, else the fastest below.
 
-    def _worth_asking(self, match: Match, shared: Lower, reach: int) -> bool:
-        until = self._absent.get(match.keys[reach], 0.0)
-        return self._store.usable(shared) and self._store.clock() >= until
+        NONE where there is none, or where RAM holds one that cannot answer and is in the way.
+        """
+        store, catalog = self._store, self._store.catalog
+        fidelity, namespace = match.call.fidelity, match.namespace
+        row = catalog.in_tier(head, RAM)
+        if row != NONE:
+            there = catalog.state[row] == READY or row in self._matches.arriving
+            return row if there and store.answers(row, fidelity, namespace) else NONE
+        for low in store.lower:
+            if store.usable(low):
+                row = store.ready_in(low.number, head, fidelity, namespace)
+                if row != NONE:
+                    return row
+        return NONE
 
     def _probe(self, match: Match, lower: Lower, start: int) -> None:
         """Ask a shared tier for a chain, galloping; a job of its read lane."""
@@ -75,7 +80,7 @@ class Stages:
         store = self._store
         self._learn_generations(tier)
         with store.lock:
-            generation = int(store.namespaces.minimum[match.namespace])
+            generation = store.namespaces.minimum[match.namespace]
         found: list[tuple[FrameId, int]] = []
         at, step = start, FIRST_PROBE
         while at < len(match.keys):
@@ -117,102 +122,86 @@ class Stages:
         store, catalog = self._store, self._store.catalog
         for index, (frame_id, size) in enumerate(found):
             part = match.parts[index % len(match.parts)]
-            head = catalog.find([frame_id.key], part)
-            if catalog.in_tier(head, lower.number)[0] != NONE:
+            head = catalog.find([frame_id.key], part)[0]
+            if catalog.in_tier(head, lower.number) != NONE:
                 continue
             locator = lower.tier.reserve(size)
             if locator is None:
                 return
-            rows = catalog.begin(
-                lower.number, [frame_id.key], part,
-                profile=1, fidelity=Fidelity.EXACT, flags=0, nbytes=size, allocated=size,
-                locator=locator, namespace=match.namespace, generation=frame_id.generation,
-                position=0,
+            unit = Unit(
+                frame_id.key, part, RAW.number, Fidelity.EXACT, 0, size, size, locator,
+                match.namespace, frame_id.generation, 0,
             )  # fmt: skip
+            rows = catalog.begin(lower.number, [unit])
             catalog.commit(rows)
             store.policy.touched(catalog, rows)
 
-    def _stage(self, match: Match, heads: Rows, reach: int) -> None:
+    def _stage(self, match: Match, heads: list[int], reach: int) -> None:
         """Plan the length, reserve RAM for it whole, and start the reads."""
         store, catalog, parts = self._store, self._store.catalog, len(match.parts)
-        ready = match.blocks
-        if reach <= ready:
+        first = len(match.rows)
+        sources = [self._source(match, head) for head in heads[first : reach * parts]]
+        if not sources or NONE in sources:
             return
-        units = reach * parts
-        in_ram = catalog.in_tier(heads[:units], RAM)
-        sources = self._sources(match, heads[:units], in_ram)
-        per_block = np.where(sources == NONE, 0, catalog.nbytes[sources]).reshape(-1, parts)
-        tiers = np.where(sources == NONE, RAM, catalog.tier[sources]).reshape(-1, parts)
         call = match.call
+        sizes = [catalog.nbytes[row] if catalog.tier[row] else 0 for row in sources]
+        tiers = [catalog.tier[row] for row in sources]
         plan = planner.plan_stage(
-            ready,
-            per_block.sum(axis=1),
-            tiers.max(axis=1),
+            [sum(sizes[at : at + parts]) for at in range(0, len(sizes), parts)],
+            [max(tiers[at : at + parts]) for at in range(0, len(sizes), parts)],
             store.rates(),
-            store.decode_bps(sources[sources != NONE]),
+            store.decode_bps(sources),
             call.raw_bytes,
             call.tokens_per_block,
-            call.position,
+            call.position + first // parts * call.tokens_per_block,
             Recompute(call.linear, call.quadratic),
         )
-        units = self._fit(sources[: plan.blocks * parts]) // parts * parts
-        if units <= ready * parts:
-            return
-        match.load_s = match.eta_s = plan.load_s
-        match.pending = True
-        self._want(match, in_ram[:units], sources[:units])
+        sources = self._fit(sources[: plan.blocks * parts], parts)
+        if sources:
+            match.load_s = match.eta_s = plan.load_s
+            match.pending = True
+            self._want(match, sources)
 
-    def _sources(self, match: Match, heads: Rows, in_ram: Rows) -> Rows:
-        """Return where each unit is read from, NONE for those in RAM or on their way."""
-        store, catalog = self._store, self._store.catalog
-        out = np.full(len(heads), NONE, np.int32)
-        for low in reversed(store.lower):
-            if store.usable(low):
-                rows = catalog.in_tier(heads, low.number)
-                fit = store.usable_copies(rows, match.call.fidelity, match.namespace)
-                fit &= in_state(catalog, rows, State.READY)
-                out[fit] = rows[fit]
-        out[in_ram != NONE] = NONE
-        return out
-
-    def _fit(self, sources: Rows) -> int:
-        """Make room and return how many units of the chain can be staged."""
+    def _fit(self, sources: list[int], parts: int) -> list[int]:
+        """Make room and return the units of the chain that can be staged, in whole blocks."""
         store, catalog = self._store, self._store.catalog
         page = store.host.page_bytes
-        sizes = np.where(sources == NONE, 0, -(-catalog.nbytes[sources].astype(np.int64) // page) * page)
-        free = store.host.space().free
-        need = int(sizes.sum())
-        if need > free:
-            victims = store.policy.victims(catalog, RAM, need - free)
-            store.drop(victims)
-            free = store.host.space().free
-        fit = int(np.searchsorted(np.cumsum(sizes), free, side="right"))
+        sizes = [
+            -(-catalog.nbytes[row] // page) * page if catalog.tier[row] else 0 for row in sources
+        ]
+        in_ram = [row for row in sources if not catalog.tier[row] and catalog.state[row] == READY]
+        need = sum(sizes) - store.host.space().free
+        if need > 0:
+            catalog.hold(in_ram)
+            store.drop(store.policy.victims(catalog, RAM, need))
+            store.unhold(in_ram)
+        free, fit = store.host.space().free, 0
+        while fit < len(sources) and sizes[fit] <= free:
+            free -= sizes[fit]
+            fit += 1
         if fit < len(sources):
+            fit -= fit % parts
             store.counters["stage_refused_full"] += len(sources) - fit
-        return fit
+        return sources[:fit]
 
-    def _want(self, match: Match, in_ram: Rows, sources: Rows) -> None:
-        """Wait for units on their way, start reads of the others."""
-        store, catalog = self._store, self._store.catalog
-        rows = np.full(len(in_ram), NONE, np.int32)
-        rows[: len(match.rows)] = match.rows
-        match.rows, held = rows, len(match.rows[match.rows != NONE])
+    def _want(self, match: Match, sources: list[int]) -> None:
+        """Wait for units on their way, start reads of the others, hold what is in RAM already."""
+        store, catalog, arriving = self._store, self._store.catalog, self._matches.arriving
+        first = len(match.rows)
+        match.rows += [NONE] * len(sources)
         reads: dict[int, list[tuple[int, int]]] = {}
-        for unit in range(held, len(in_ram)):
-            target = int(in_ram[unit])
-            if target == NONE:
-                target = self._begin(int(sources[unit]))
-                self._matches.arriving[target] = []
-                reads.setdefault(int(catalog.tier[sources[unit]]), []).append(
-                    (target, int(sources[unit]))
-                )
-            elif target not in self._matches.arriving:
-                one = np.array([target], np.int32)
-                catalog.hold(one)
-                match.rows[unit] = target
+        for unit, source in enumerate(sources, first):
+            target = source
+            if catalog.tier[source] != RAM:
+                target = self._begin(source)
+                arriving[target] = []
+                reads.setdefault(catalog.tier[source], []).append((target, source))
+            elif catalog.state[source] == READY:
+                catalog.hold([source])
+                match.rows[unit] = source
                 match.sources["host"] += 1
                 continue
-            self._matches.arriving[target].append(match.number)
+            arriving[target].append(match.number)
             match.awaited[target] = unit
         for tier, pairs in reads.items():
             low = store.lower[tier - 1]
@@ -223,25 +212,20 @@ class Stages:
 
     def _begin(self, source: int) -> int:
         """Reserve RAM for a unit and hold the copy it is read from."""
-        store, catalog = self._store, self._store.catalog
-        nbytes, page = int(catalog.nbytes[source]), store.host.page_bytes
-        locator = store.host.reserve(nbytes)
+        store = self._store
+        locator = store.host.reserve(store.catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
-        names = ("profile", "fidelity", "flags", "nbytes", "namespace", "generation", "position")
-        same = {name: getattr(catalog, name)[source] for name in names}
-        key, part = catalog.keys[source], int(catalog.part[source])
-        catalog.hold(np.array([source], np.int32))
-        allocated = -(-nbytes // page) * page
-        return int(catalog.begin(RAM, [key], part, allocated=allocated, locator=locator, **same)[0])
+        store.catalog.hold([source])
+        return store.copy_of(source, RAM, locator)
 
     def _submit(self, low: Lower, pairs: list[tuple[int, int]]) -> None:
         store, catalog = self._store, self._store.catalog
         items = [
             Item(
                 store.frame_id(source),
-                int(catalog.locator[source]),
-                int(catalog.nbytes[source]),
-                store.host.pieces(int(catalog.locator[target])),
+                catalog.locator[source],
+                catalog.nbytes[source],
+                store.host.pieces(catalog.locator[target]),
             )
             for target, source in pairs
         ]
@@ -255,21 +239,18 @@ class Stages:
 
         store.executor.submit(low.reads, read)
 
-    def _arrived(
-        self, low: Lower, target: int, source: int, item: Item, outcome: Outcome
-    ) -> None:
+    def _arrived(self, low: Lower, target: int, source: int, item: Item, outcome: Outcome) -> None:
         store, catalog = self._store, self._store.catalog
-        one, origin = np.array([target], np.int32), np.array([source], np.int32)
-        store.unhold(origin)
+        store.unhold([source])
         minimum = store.namespaces.minimum[catalog.namespace[target]]
         sound = outcome.status is Status.DONE and self._describe(target, item)
         if sound and catalog.generation[target] >= minimum:
             low.failures = 0
-            catalog.commit(one)
-            store.policy.touched(catalog, one)
+            catalog.commit([target])
+            store.policy.touched(catalog, [target])
             self._matches.arrived(target, source=low.name, usable=True)
             return
-        store.abort(one)
+        store.abort([target])
         if outcome.status is Status.FAILED:
             store.counters["stage_failed"] += 1
             store.failed(low)
@@ -278,8 +259,8 @@ class Stages:
             catalog.profile[source] = 0
         elif outcome.status in (Status.CORRUPT, Status.MISSING):
             store.counters[outcome.status.value] += 1
-            if catalog.state[source] == State.READY:
-                store.drop(origin)
+            if catalog.state[source] == READY:
+                store.drop([source])
         self._matches.arrived(target, source=low.name, usable=False)
 
     def _describe(self, target: int, item: Item) -> bool:
@@ -289,7 +270,7 @@ class Stages:
         if isinstance(header, frame.Refusal) or header.codec_id not in BY_CODEC_ID:
             return False
         if header.generation != catalog.generation[target] or header.namespace != (
-            self._store.namespaces.digest(int(catalog.namespace[target]))
+            self._store.namespaces.digest(catalog.namespace[target])
         ):
             return False
         catalog.profile[target] = BY_CODEC_ID[header.codec_id].number

@@ -5,15 +5,14 @@ tiers follow in the order given, fastest first.
 """
 
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from functools import partial
 
 from tierkv.calls import MAX_UNITS
-from tierkv.catalog import NONE, Catalog, Rows, State
+from tierkv.catalog import NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
@@ -123,87 +122,104 @@ class Store:
             lower.off_until = self.clock() + OFF_S
             self.counters[f"off_{lower.name}"] += 1
 
-    def heads(self, keys: Sequence[bytes], parts: Sequence[int]) -> Rows:
+    def heads(self, keys: Sequence[bytes], parts: Sequence[int]) -> list[int]:
         """Return the first placement of every unit, block-major."""
         if len(parts) == 1:
             return self.catalog.find(keys, parts[0])
         columns = [self.catalog.find(keys, part) for part in parts]
-        return np.stack(columns, axis=1).reshape(-1).astype(np.int32)
+        return [head for block in zip(*columns, strict=True) for head in block]
 
-    def usable_copies(self, rows: Rows, fidelity: int, namespace: int) -> npt.NDArray[np.bool_]:
-        """Return which placements may answer: namespace, generation, fidelity and a known codec."""
+    def answers(self, row: int, fidelity: int, namespace: int) -> bool:
+        """Return whether a placement may answer: namespace, generation, fidelity, a known codec."""
         catalog = self.catalog
         return (
-            (catalog.fidelity[rows] >= fidelity)
-            & (catalog.namespace[rows] == namespace)
-            & (catalog.generation[rows] >= self.namespaces.minimum[namespace])
-            & (catalog.profile[rows] > 0)
+            catalog.fidelity[row] >= fidelity
+            and catalog.namespace[row] == namespace
+            and catalog.generation[row] >= self.namespaces.minimum[namespace]
+            and catalog.profile[row] > 0
         )
+
+    def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
+        """Return a unit's ready placement in a tier that may answer, NONE where there is none."""
+        row = self.catalog.in_tier(head, tier)
+        if row == NONE or self.catalog.state[row] != READY:
+            return NONE
+        return row if self.answers(row, fidelity, namespace) else NONE
 
     def touch(self, heads: Rows) -> None:
         """Note that a whole chain was used, in every tier that holds any of it."""
-        rows = self.catalog.siblings(heads)
-        if rows:
-            flat = rows[0] if len(rows) == 1 else np.stack(rows, axis=1).reshape(-1)
-            self.policy.touched(self.catalog, flat[flat != NONE])
+        catalog = self.catalog
+        self.policy.touched(catalog, [row for head in heads for row in catalog.copies(head)])
 
     def drop(self, rows: Rows) -> None:
         """Make ready placements invisible now and free their space, of held ones at the last unhold."""
-        if len(rows):
+        if rows:
             self.catalog.leave(rows)
-            self._gone(rows[self.catalog.holds[rows] == 0])
+            self._gone([row for row in rows if not self.catalog.holds[row]])
 
     def unhold(self, rows: Rows) -> None:
         """End one hold of each row."""
-        if len(rows):
-            self._gone(self.catalog.unhold(rows))
+        self._gone(self.catalog.unhold(rows))
 
     def abort(self, rows: Rows) -> None:
         """Take back placements in `writing` and their space."""
-        if len(rows):
+        if rows:
             self._free(rows)
             self.catalog.abort(rows)
             self.policy.forgot(rows)
 
     def _gone(self, rows: Rows) -> None:
-        if not len(rows):
+        if not rows:
             return
-        for tier, mine in self.catalog.by_tier(rows):
-            shared = self.lower[tier - 1].shared if tier else None
-            if shared is not None:
-                ids = [self.frame_id(row) for row in mine.tolist()]
-                self.executor.submit(self.lower[tier - 1].writes, lambda ids=ids, s=shared: s.drop(ids))
+        for low in self.lower:
+            mine = [row for row in rows if self.catalog.tier[row] == low.number]
+            if mine and low.shared is not None:
+                ids = [self.frame_id(row) for row in mine]
+                self.executor.submit(low.writes, partial(_drop, low.shared, ids))
         self._free(rows)
         self.catalog.gone(rows)
         self.policy.forgot(rows)
 
     def _free(self, rows: Rows) -> None:
         catalog = self.catalog
-        for row in rows.tolist():
+        for row in rows:
             tier = catalog.tier[row]
             place = self.lower[tier - 1].tier if tier else self.host
-            place.free(int(catalog.locator[row]), int(catalog.allocated[row]))
+            place.free(catalog.locator[row], catalog.allocated[row])
 
     def frame_id(self, row: int) -> FrameId:
         """Return the name of a placement's frame."""
         catalog = self.catalog
-        return FrameId(catalog.keys[row], catalog.part_of(row), int(catalog.generation[row]))
+        return FrameId(catalog.keys[row], catalog.part_of(row), catalog.generation[row])
+
+    def copy_of(self, row: int, tier: int, locator: int) -> int:
+        """Begin a placement in another tier that says the same as one that is there."""
+        catalog = self.catalog
+        place = self.lower[tier - 1].tier if tier else self.host
+        nbytes = catalog.nbytes[row]
+        unit = Unit(
+            catalog.keys[row], catalog.part[row], catalog.profile[row], catalog.fidelity[row],
+            catalog.flags[row], nbytes, -(-nbytes // place.granule) * place.granule, locator,
+            catalog.namespace[row], catalog.generation[row], catalog.position[row],
+        )  # fmt: skip
+        return catalog.begin(tier, [unit])[0]
 
     def decode_bps(self, rows: Rows) -> float:
         """Return the raw bytes per second of the slowest profile among rows."""
-        numbers = set(self.catalog.profile[rows].tolist()) & BY_NUMBER.keys()
+        numbers = {self.catalog.profile[row] for row in rows} & BY_NUMBER.keys()
         return min((BY_NUMBER[number].decode_bps for number in numbers), default=float("inf"))
 
     def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
         """Return run counts (uint16) and byte runs (int64 pairs) of RAM placements."""
         page = self.host.page_bytes
-        counts: list[int] = []
-        runs: list[tuple[int, int]] = []
-        for locator in self.catalog.locator[rows].tolist():
-            found = self.host.runs(locator)
+        counts = array("H")
+        runs = array("q")
+        for row in rows:
+            found = self.host.runs(self.catalog.locator[row])
             counts.append(len(found))
-            runs += [(first * page, count * page) for first, count in found]
-        return np.array(counts, "<u2").tobytes(), np.array(runs, "<i8").tobytes()
+            for first, count in found:
+                runs.extend((first * page, count * page))
+        return counts.tobytes(), runs.tobytes()
 
     def check(self) -> None:
         """Assert the capacity invariant of every tier with a capacity; broken: only misses from now."""
@@ -232,16 +248,6 @@ def keys_of(packed: bytes, parts: int) -> list[bytes]:
     return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
-def leading(ok: npt.NDArray[np.bool_], parts: int) -> int:
-    """Return how many blocks from the head have all their units."""
-    whole = ok.reshape(-1, parts).all(axis=1)
-    return len(whole) if whole.all() else int(np.argmin(whole))
-
-
-def in_state(catalog: Catalog, rows: Rows, *states: State) -> npt.NDArray[np.bool_]:
-    """Return which rows exist and are in one of the states."""
-    found = catalog.state[rows]
-    hit = found == states[0]
-    for state in states[1:]:
-        hit |= found == state
-    return hit
+def _drop(tier: SharedTier, ids: Sequence[FrameId]) -> None:
+    """Remove frames that nobody here answers from any more; what fails is gone with its TTL."""
+    tier.drop(ids)

@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
-from tierkv.catalog import NONE, Bools, Rows, State
+from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
 from tierkv.plan import RegionPlan
 from tierkv.store import RAM, Lower, Store, keys_of
 from tierkv.tier import Item, Outcome, RegionTier, Status
@@ -60,12 +58,12 @@ class WriteBehind:
         """Queue RAM placements for every lower tier that lacks them. Under the store's lock."""
         store, catalog = self._store, self._store.catalog
         for queue in self.queues:
-            for row in rows.tolist():
-                size = int(catalog.nbytes[row])
+            for row in rows:
+                size = catalog.nbytes[row]
                 if bounded and queue.nbytes + size > store.settings.write_behind_bytes:
                     store.counters["demote_dropped"] += 1
                     continue
-                queue.waiting.append((row, int(catalog.serial[row]), size, store.clock()))
+                queue.waiting.append((row, catalog.serial[row], size, store.clock()))
                 queue.nbytes += size
             self._start(queue)
 
@@ -73,13 +71,11 @@ class WriteBehind:
         """Queue what is not durable yet and answer when it is, or at the deadline."""
         store, catalog = self._store, self._store.catalog
         flush = _Flush(call, store.clock() + call.deadline_s, done)
-        rows = catalog.in_tier(self._heads(call), RAM)
-        rows = rows[(rows != NONE)]
-        rows = rows[catalog.state[rows] == State.READY]
         queued = {entry[0] for queue in self.queues for entry in queue.waiting}
-        missing = [row for row in rows.tolist() if row not in queued]
+        rows = [catalog.in_tier(head, RAM) for head in self._heads(call)]
+        missing = [row for row in rows if row != NONE and row not in queued]
         self._flushes.append(flush)
-        self.offer(np.array(missing, np.int32), bounded=False)
+        self.offer([row for row in missing if catalog.state[row] == READY], bounded=False)
         self._settle_flushes()
 
     def tick(self) -> None:
@@ -112,7 +108,7 @@ class WriteBehind:
             queue.batch = len(items)
         outcomes = lower.io.write(items) if items else []
         with store.lock:
-            self._finish(np.array(sources, np.int32), copies, outcomes)
+            self._finish(sources, copies, outcomes)
             queue.running, queue.batch = False, 0
             self._start(queue)
             self._settle_flushes()
@@ -127,14 +123,14 @@ class WriteBehind:
         while queue.waiting and len(copies) < BATCH_FRAMES and size < BATCH_BYTES:
             row, serial, nbytes, _ = queue.waiting.popleft()
             queue.nbytes -= nbytes
-            current = catalog.serial[row] == serial and catalog.state[row] == State.READY
+            current = catalog.serial[row] == serial and catalog.state[row] == READY
             if not current or self._there(row, queue.lower.number):
                 continue
             copy = self._copy(row, queue.lower)
             if copy is None:
                 store.counters["demote_failed"] += 1
                 continue
-            catalog.hold(np.array([row], np.int32))
+            catalog.hold([row])
             sources.append(row)
             copies.append(copy)
             size += nbytes
@@ -142,47 +138,31 @@ class WriteBehind:
 
     def _there(self, row: int, tier: int) -> bool:
         catalog = self._store.catalog
-        heads = catalog.find([catalog.keys[row]], int(catalog.part[row]))
-        return bool(catalog.in_tier(heads, tier)[0] != NONE)
+        head = catalog.find([catalog.keys[row]], catalog.part[row])[0]
+        return catalog.in_tier(head, tier) != NONE
 
     def _copy(self, row: int, lower: Lower) -> int | None:
         """Begin a placement in a lower tier like the one in `row`; None when it does not fit."""
-        catalog = self._store.catalog
-        granule = lower.tier.granule
-        allocated = -(-int(catalog.nbytes[row]) // granule) * granule
-        locator = lower.tier.reserve(int(catalog.nbytes[row]))
-        if locator is None:
-            return None
-        names = ("profile", "fidelity", "flags", "nbytes", "namespace", "generation", "position")
-        same = {name: getattr(catalog, name)[row] for name in names}
-        key, part = catalog.keys[row], int(catalog.part[row])
-        rows = catalog.begin(
-            lower.number, [key], part, allocated=allocated, locator=locator, **same
-        )
-        return int(rows[0])
+        locator = lower.tier.reserve(self._store.catalog.nbytes[row])
+        return None if locator is None else self._store.copy_of(row, lower.number, locator)
 
     def _item(self, copy: int, source: int) -> Item:
         store, catalog = self._store, self._store.catalog
-        pieces = store.host.pieces(int(catalog.locator[source]))
-        return Item(
-            store.frame_id(copy), int(catalog.locator[copy]), int(catalog.nbytes[copy]), pieces
-        )
+        pieces = store.host.pieces(catalog.locator[source])
+        return Item(store.frame_id(copy), catalog.locator[copy], catalog.nbytes[copy], pieces)
 
-    def _finish(self, sources: Rows, copies: list[int], outcomes: list[Outcome]) -> None:
+    def _finish(self, sources: list[int], copies: list[int], outcomes: list[Outcome]) -> None:
         store, catalog = self._store, self._store.catalog
         for copy, outcome in zip(copies, outcomes, strict=True):
-            row = np.array([copy], np.int32)
-            minimum = store.namespaces.minimum[catalog.namespace[copy]]
-            if outcome.status is Status.DONE and catalog.generation[copy] >= minimum:
-                catalog.commit(row)
-                store.policy.touched(catalog, row)
+            if outcome.status is not Status.DONE:
+                store.abort([copy])
+                store.counters[_REASONS.get(outcome.status, "demote_throttled")] += 1
                 continue
-            if outcome.status is Status.DONE:
-                catalog.commit(row)
-                store.drop(row)
-                continue
-            store.abort(row)
-            store.counters[_REASONS.get(outcome.status, "demote_throttled")] += 1
+            catalog.commit([copy])
+            if catalog.generation[copy] < store.namespaces.minimum[catalog.namespace[copy]]:
+                store.drop([copy])
+            else:
+                store.policy.touched(catalog, [copy])
         store.unhold(sources)
 
     def _reclaim(self, lower: Lower, tier: RegionTier) -> None:
@@ -194,11 +174,9 @@ class WriteBehind:
                 spare = max((region.stop - region.start for region in regions), default=0)
                 if not regions or tier.space().free >= spare + BATCH_BYTES:
                     return
-                rows = store.catalog.select(
-                    lower.number, State.WRITING, State.READY, State.LEAVING
-                )
+                rows = store.catalog.select(lower.number, WRITING, READY, LEAVING)
                 plan = planner.plan_region(
-                    store.policy, store.catalog, lower.number, regions, rows
+                    store.policy, store.catalog, lower.number, regions, rows.tolist()
                 )
                 if plan is None:
                     return
@@ -209,9 +187,9 @@ class WriteBehind:
     def _carry(self, lower: Lower, tier: RegionTier, plan: RegionPlan) -> None:
         """Write a region's survivors again and release it."""
         store, catalog = self._store, self._store.catalog
-        for row in plan.carry.tolist():
+        for row in plan.carry:
             with store.lock:
-                nbytes, old = int(catalog.nbytes[row]), int(catalog.locator[row])
+                nbytes, old = catalog.nbytes[row], catalog.locator[row]
                 item = Item(store.frame_id(row), old, nbytes, [aligned(nbytes)])
             sound = lower.io.read([item])[0].status is Status.DONE
             with store.lock:
@@ -220,25 +198,24 @@ class WriteBehind:
                 lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
             )
             with store.lock:
-                one = np.array([row], np.int32)
-                store.unhold(one)
-                allocated = int(catalog.allocated[row])
-                moved = written and catalog.state[row] == State.READY and not catalog.holds[row]
-                if moved and locator is not None:
+                allocated = catalog.allocated[row]
+                store.unhold([row])
+                free = catalog.state[row] == READY and not catalog.holds[row]
+                if free and written and locator is not None:
                     tier.free(old, allocated)
                     catalog.resize(row, nbytes, allocated, locator)
                     continue
                 if locator is not None:
                     tier.free(locator, allocated)
-                if catalog.state[row] == State.READY:
-                    store.drop(one)
+                if free:
+                    store.drop([row])
         with store.lock:
             region = next((r for r in tier.regions() if r.number == plan.number), None)
             if region is not None and region.live == 0:
                 tier.release(plan.number)
                 store.totals["regions_reclaimed"] += 1
 
-    def _heads(self, call: FlushCall) -> Rows:
+    def _heads(self, call: FlushCall) -> list[int]:
         parts = self._store.parts_of(call.parts)
         return self._store.heads(keys_of(call.keys, len(parts)), parts)
 
@@ -247,19 +224,19 @@ class WriteBehind:
         for flush in list(self._flushes):
             durable = self._durable(flush.call)
             late = store.clock() >= flush.deadline
-            if late or durable.all() or self.idle():
+            if late or all(durable) or self.idle():
                 self._flushes.remove(flush)
-                self._answer(flush, durable.astype(np.uint8).tobytes())
+                self._answer(flush, bytes(durable))
 
-    def _durable(self, call: FlushCall) -> Bools:
+    def _durable(self, call: FlushCall) -> list[bool]:
         catalog = self._store.catalog
-        heads = self._heads(call)
-        durable = np.zeros(len(heads), np.bool_)
-        for rows in catalog.siblings(heads):
-            durable |= (rows != NONE) & (catalog.tier[rows] != RAM) & (
-                catalog.state[rows] == State.READY
+        return [
+            any(
+                catalog.tier[row] != RAM and catalog.state[row] == READY
+                for row in catalog.copies(head)
             )
-        return durable
+            for head in self._heads(call)
+        ]
 
     def _answer(self, flush: _Flush, durable: bytes) -> None:
         """Sync every lower tier as the settings say, then answer; on the last tier's write thread."""
