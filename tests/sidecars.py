@@ -1,8 +1,12 @@
 """Sidecars for tests: one in a thread over a fake store, and processes of the real one."""
 
 import contextlib
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.fake_store import FakeStore
@@ -70,3 +74,69 @@ def put_call(keys: bytes, namespace: str = "n", raw_bytes: int = 4096) -> calls.
         position=0,
         tokens_per_block=16,
     )
+
+
+PROGRAM = """
+import sys
+from tierkv.settings import load
+from tierkv_service.sidecar import run
+sys.exit(run(load(sys.argv[1]), arena_wait_s=float(sys.argv[2])))
+"""
+
+
+class Process:
+    """A sidecar process over a small arena; `start` again after `kill` or `stop`."""
+
+    def __init__(self, folder: Path, more: str = "", arena_wait_s: float = 10.0) -> None:
+        self.path = folder / "tierkv.sock"
+        self.log = folder / "log"
+        self.arena_wait_s = arena_wait_s
+        self._file = folder / "tierkv.toml"
+        self._file.write_text(
+            f'[socket]\npath = "{self.path}"\n[host]\nsize = "32MiB"\n[http]\nenabled = false\n'
+            f'[store]\ngrace = "1s"\n{more}'
+        )
+
+    def start(self, *, wait: bool = True, before: str = "") -> None:
+        program = f"import time\n{before}\n{PROGRAM}"
+        command = [sys.executable, "-c", program, str(self._file), str(self.arena_wait_s)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        if wait:
+            assert until(lambda: self.listens() or self.process.poll() is not None, 30)
+            assert self.process.poll() is None, self.said()
+
+    def listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.path)) == 0
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(10)
+
+
+@contextlib.contextmanager
+def sidecar(folder: Path, more: str = "", arena_wait_s: float = 10.0) -> Iterator[Process]:
+    one = Process(folder, more, arena_wait_s)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+def until(true: Callable[[], object], timeout_s: float = 5.0) -> bool:
+    """Wait for a condition; returns whether it came true."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -9,6 +9,7 @@ offset always belongs to the arena that was borrowed, and Hello can say that ear
 this process are over.
 """
 
+import contextlib
 import logging
 import os
 import random
@@ -184,7 +185,8 @@ class SidecarChannel:
 
     def _open(self) -> Link:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
             sock.settimeout(self._timeout_s)
             sock.connect(str(self.path))
             lock = ArenaLock(self.path) if self._wants_arena else None
@@ -201,9 +203,7 @@ class SidecarChannel:
             finally:
                 os.close(fd)
             self._begin(link, arena, welcome)
-        except BaseException:
-            sock.close()
-            raise
+            undo.pop_all()
         return link
 
     def _begin(self, link: Link, arena: Arena | None, welcome: calls.Welcome) -> None:

@@ -50,7 +50,7 @@ def run(settings: Settings, *, parent: int = 0, arena_wait_s: float = ARENA_WAIT
     path = socket_path(settings)
     locks = Locks(path, settings.socket)
     locks.take_arena(arena_wait_s)
-    store = TierKV(settings)
+    store = TierKV.open(settings)
     child = http.spawn(settings.http, path) if settings.http.enabled else None
     try:
         serve(store, store.host, locks, settings.socket, parent)
