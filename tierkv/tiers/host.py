@@ -22,6 +22,10 @@ from tierkv.tiers.runs import PageRuns, Run
 GROW_BYTES = 64 << 20
 _POPULATE_WRITE = 23
 _HEADROOM = 64 << 20
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +76,8 @@ class HostTier:
 
         May take long; touches nothing but the descriptor, so it runs beside everything else.
         """
-        size = min(GROW_BYTES, self.nbytes - self._backed)
-        if size and not self.problem:
+        size = 0 if self.problem else min(GROW_BYTES, self.nbytes - self._backed)
+        if size:
             try:
                 os.posix_fallocate(self.fd, self._backed, size)
             except OSError as error:
@@ -185,7 +189,8 @@ class HostTier:
     def _has(self, item: Item) -> bool:
         if item.locator < 0:
             return item.locator in self._lists
-        return (item.locator & 0xFFFFFFFF) * self.page_bytes < self._backed
+        first, count = item.locator & 0xFFFFFFFF, item.locator >> 32
+        return count > 0 and (first + count) * self.page_bytes <= self._backed
 
 
 def populate(view: memoryview) -> None:
@@ -203,18 +208,21 @@ def available_bytes() -> int:
     """Return the memory this process may still take: the machine's, and its control group's."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for folder, limit, used in CONTROL_GROUPS:
         try:
-            text = Path(limit).read_text().strip()
-            taken = int(Path(used).read_text())
+            text = Path(folder, limit).read_text().strip()
+            taken = int(Path(folder, used).read_text()) - _cached(Path(folder, "memory.stat"))
         except OSError:
             continue
         if text.isdigit():
             free = min(free, max(int(text) - taken, 0))
     return free
+
+
+def _cached(stat: Path) -> int:
+    """Return the bytes of files that a control group counts as used and gives up when asked to."""
+    fields = (line.split() for line in stat.read_text().splitlines())
+    return next((int(field[1]) for field in fields if field[0] == "inactive_file"), 0)
 
 
 def aligned(nbytes: int) -> memoryview:
