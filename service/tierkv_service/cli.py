@@ -115,9 +115,9 @@ def stat(
 @app.command()
 def demo(*, as_json: Json = False) -> None:
     """Show on this machine what a real small model gains from tierkv."""
-    from tierkv_service import demo as demonstration
+    from tierkv_service.demo import run
 
-    raise typer.Exit(demonstration.run(as_json=as_json))
+    raise typer.Exit(run(as_json=as_json))
 
 
 def main() -> None:
