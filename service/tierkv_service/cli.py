@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -125,5 +125,13 @@ def main() -> None:
     try:
         app()
     except TierKVError as error:
-        print(f"tierkv: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _end(str(error))
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("tierkv"):
+            raise
+        _end(f"{error.name} is not installed: pip install 'tierkv-sidecar[demo]' has everything")
+
+
+def _end(message: str) -> NoReturn:
+    print(f"tierkv: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -111,6 +111,18 @@ def test_an_error_is_one_line(arguments: tuple[str, ...], expected: str, tmp_pat
     assert expected in line
 
 
+def test_a_missing_extra_is_one_line() -> None:
+    program = (
+        "import sys; sys.modules['msgspec'] = None; sys.argv = ['tierkv', 'stat']\n"
+        "from tierkv_service.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tierkv: msgspec is not installed: pip install 'tierkv-sidecar[")
+
+
 def test_an_unknown_command_is_no_traceback() -> None:
     done = run("evaluate")
     assert done.returncode == 2
