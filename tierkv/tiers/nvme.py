@@ -325,7 +325,9 @@ def _least_size(region_bytes: int) -> int:
     return FRONT_BYTES + SIDE_BYTES + LEAST_REGIONS * region_bytes
 
 
-def _views(item: Item) -> list[memoryview]:
+def _views(item: Item) -> Sequence[memoryview]:
+    if sum(map(len, item.pieces)) == rounded(item.nbytes):
+        return item.pieces
     return frame.cut(item.pieces, 0, rounded(item.nbytes))
 
 
@@ -333,7 +335,7 @@ def _is_held(holding: Callable[[int, int], int | None], item: Item) -> bool:
     """Return whether an item lies in reserved space and its memory is long enough."""
     if holding(item.locator, item.nbytes) is None:
         return False
-    return sum(len(piece) for piece in item.pieces) >= rounded(item.nbytes)
+    return sum(map(len, item.pieces)) >= rounded(item.nbytes)
 
 
 def _runs(items: Sequence[Item], numbers: Sequence[int]) -> Iterator[list[int]]:

@@ -295,15 +295,19 @@ def _transfer(call: Vector, fd: int, pieces: Sequence[memoryview], offset: int) 
     done, first = 0, 0
     rest = list(pieces)
     while first < len(rest):
+        vector = rest[first : first + _IOV_MAX]
         try:
-            moved = call(fd, rest[first : first + _IOV_MAX], offset + done)
+            moved = call(fd, vector, offset + done)
         except OSError as error:
             cut = done % ALIGN and error.errno == errno.EINVAL  # direct, at the file's end
             return _ENDED if cut else error.errno or errno.EIO
         if not moved:
             return _ENDED
         done += moved
-        while first < len(rest) and moved >= len(rest[first]):
+        if moved == sum(map(len, vector)):
+            first += len(vector)
+            continue
+        while moved >= len(rest[first]):
             moved -= len(rest[first])
             first += 1
         if moved:
