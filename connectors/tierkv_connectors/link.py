@@ -157,7 +157,7 @@ class Link:
         """Return the sequence sent; 0: nothing was sent, or no reply is wanted."""
         if not self._sending.acquire(timeout=timeout_s):
             return 0
-        sequence = 0
+        sequence, whole = 0, True
         try:
             if self.lost:
                 return 0
@@ -167,27 +167,20 @@ class Link:
             out = self._out
             out.clear()
             wire.append(out, sequence, wire.REPLY, call)
-            sent = self._sock.send(out)
-            if sent != len(out):
-                self._send_rest(out, sent)
-        except OSError as error:
-            self._waiting.pop(sequence, None)
-            if not isinstance(error, BlockingIOError):
-                self.lose()
-            return 0
-        finally:
-            self._sending.release()
-        return sequence
-
-    def _send_rest(self, out: bytearray, sent: int) -> None:
-        """Send what a signal or a full socket left; half a message ends the connection."""
-        try:
+            sent, whole = 0, False
             with memoryview(out) as view:
                 while sent < len(out):
                     sent += self._sock.send(view[sent:])
-        except OSError:
-            self.lose()
-            raise
+            whole = True
+        except OSError as error:
+            whole = isinstance(error, BlockingIOError) and not sent
+            self._waiting.pop(sequence, None)
+            return 0
+        finally:
+            if not whole:
+                self.lose()
+            self._sending.release()
+        return sequence
 
     def _await(self, sequence: int, deadline: float) -> Frame | None:
         with self._turn:

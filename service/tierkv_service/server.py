@@ -30,6 +30,8 @@ MAX_SESSIONS = 1024
 MAX_SESSIONS_OF_PROCESS = 64
 MAX_DEFERRED = 1024
 """Calls of one client that wait for something."""
+LOOK_S = 1.0
+"""Time between two looks at who is slow."""
 CALLS_PER_TURN = 32
 """Calls of one client answered before others have their turn."""
 _RECEIVE_BYTES = 1 << 18
@@ -84,7 +86,9 @@ class Server:
             calls.StatCall: lambda _owner, call, done: control.stat(call, done),
         }
         loop.tick = self._tick
-        loop.watch(listener.fileno(), select.EPOLLIN, lambda _events: self._accept())
+        self._paused = True
+        self._look_again = 0.0
+        self._look()
 
     def close(self) -> None:
         """Stop accepting and close every connection: clients see a miss at once."""
@@ -107,18 +111,35 @@ class Server:
             return wire.Problem(kind="bug", message=f"{what}: {error!r}, see the sidecar's log")
 
     def _tick(self) -> float:
-        now = time.monotonic()
-        for session in [session for session in self._sessions if session.stalled]:
-            if now - session.stalled_since > STALL_S:
-                self._refuse(session, "slow_reader", f"left answers unread for {STALL_S:g} s")
+        if time.monotonic() >= self._look_again:
+            self._look()
         due_s = self._edge("tick", self._control.tick)
         return due_s if isinstance(due_s, float) else 1.0
+
+    def _look(self) -> None:
+        """Close who leaves answers unread or never says hello; accept again after a pause."""
+        now = time.monotonic()
+        self._look_again = now + LOOK_S
+        for session in list(self._sessions):
+            if session.stalled and now - session.stalled_since > STALL_S:
+                self._refuse(session, "slow_reader", f"left answers unread for {STALL_S:g} s")
+            elif not session.number and now - session.opened > STALL_S:
+                self._refuse(session, "silent", f"no hello in {STALL_S:g} s")
+        if self._paused:
+            self._paused = False
+            self._loop.watch(
+                self._listener.fileno(), select.EPOLLIN, lambda _events: self._accept()
+            )
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._count("server_accept_failed", str(error))
+                self._pause()
                 return
             sock.setblocking(False)  # noqa: FBT003 - the name is the method's
             pid, uid = locks.peer(sock)
@@ -135,12 +156,17 @@ class Server:
             self._loop.watch(pidfd, select.EPOLLIN, partial(self._gone, session))
             self.counters["server_connections"] += 1
 
+    def _pause(self) -> None:
+        """Let new connections wait a second: there are no descriptors left."""
+        self._loop.forget(self._listener.fileno())
+        self._paused = True
+
     def _unwelcome(self, pid: int, uid: int, pidfd: int | None) -> str:
         if self._uids is not None and uid not in self._uids:
             return "not one of [socket] uids"
         if pidfd is None:
             return "the process cannot be watched; containers must share the pid namespace"
-        same = sum(session.peer.pid == pid for session in self._sessions)
+        same = sum(session.peer.pid == pid > 0 for session in self._sessions)
         if len(self._sessions) >= MAX_SESSIONS or same >= MAX_SESSIONS_OF_PROCESS:
             return f"too many connections: {len(self._sessions)}, {same} of this process"
         return ""
@@ -291,7 +317,7 @@ class Server:
             return
         over = set(hello.closed)
         for other in list(self._sessions):
-            if other.number in over and other.peer.pid == session.peer.pid:
+            if other.number in over and other.peer.pid == session.peer.pid > 0:
                 self._end(other)
         self._next_number += 1
         session.number = self._next_number

@@ -1,6 +1,7 @@
 """Session: one client process's connection, and what outlives it until the process is gone."""
 
 import socket
+import time
 from typing import NamedTuple, Protocol
 
 from tierkv.calls import MAX_MESSAGE_BYTES
@@ -60,6 +61,7 @@ class Session:
         self.resuming = False
         self.deferred = 0
         self.stalled_since = 0.0
+        self.opened = time.monotonic()
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.peer.pid}, uid {self.peer.uid})"

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import select
 import shutil
 import sys
@@ -48,17 +49,15 @@ def run(settings: Settings, *, parent: int = 0, arena_wait_s: float = ARENA_WAIT
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     path = socket_path(settings)
-    locks = Locks(path, settings.socket)
-    locks.take_arena(arena_wait_s)
-    store = TierKV.open(settings)
-    child = http.spawn(settings.http, path) if settings.http.enabled else None
-    try:
+    with contextlib.ExitStack() as ends:
+        locks = Locks(path, settings.socket)
+        ends.callback(locks.close)
+        locks.take_arena(arena_wait_s)
+        store = TierKV.open(settings)
+        ends.callback(store.close, settings.store.grace_s)
+        if settings.http.enabled:
+            ends.callback(http.spawn(settings.http, path).stop)
         serve(store, store.host, locks, settings.socket, parent)
-    finally:
-        store.close(settings.store.grace_s)
-        if child is not None:
-            child.stop()
-        locks.close()
     return 0
 
 
@@ -67,6 +66,8 @@ def serve(
 ) -> None:
     """Answer clients until told to stop; their connections are closed then, `control` is not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     loop = Loop()
     with contextlib.ExitStack() as ends:
         ends.callback(loop.close)

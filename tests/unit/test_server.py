@@ -240,6 +240,7 @@ def test_late_answers_let_others_pass_and_are_bounded(
 
 def test_slow_reader_is_disconnected(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALL_S", 0.2)
+    monkeypatch.setattr(server_module, "LOOK_S", 0.1)
     with Peer(one.path) as peer:
         peer.hello()
         many = bytearray()
@@ -390,3 +391,41 @@ def test_header_is_three_words() -> None:
     out = bytearray()
     wire.append(out, 7, wire.REPLY, calls.ReleaseCall(match=3))
     assert struct.unpack_from("<III", out) == (len(out) - 12, 7, 0)
+
+
+def test_who_never_says_hello_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STALL_S", 0.1)
+    monkeypatch.setattr(server_module, "LOOK_S", 0.05)
+    with served(tmp_path / "s.sock") as one, Peer(one.path) as peer, Peer(one.path) as good:
+        good.hello()
+        assert peer.is_closed()
+        assert one.server.counters["server_closed_silent"] == 1
+        good.send(match_call(KEY))
+        assert good.receive()[1] == wire.REPLY
+
+
+def test_without_descriptors_the_listener_rests(
+    one: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LOOK_S", 0.1)
+    fails = [OSError(24, "Too many open files")] * 2
+    accept = one.server._listener.accept
+
+    class Listener:
+        def accept(self) -> Any:
+            if fails:
+                raise fails.pop()
+            return accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    listener = one.server._listener
+    one.server._listener = Listener()  # type: ignore[assignment]
+    turns = one.loop.turns
+    with Peer(one.path) as peer:
+        assert peer.hello().session
+    assert one.server.counters["server_accept_failed"] == 2
+    assert one.loop.turns - turns < 200
