@@ -73,9 +73,9 @@ class Lower:
         return self.tier if isinstance(self.tier, RegionTier) else None
 
 
-def lower_tier(number: int, tier: DurableTier) -> Lower:
+def lower_tier(number: int, tier: DurableTier, clock: Clock) -> Lower:
     """Wrap a tier for the store."""
-    return Lower(number, tier, Measured(Sealed(tier), FIRST_RATES[tier.name]))
+    return Lower(number, tier, Measured(Sealed(tier), FIRST_RATES[tier.name], clock))
 
 
 class Store:
@@ -92,7 +92,7 @@ class Store:
     ) -> None:
         self.lock = threading.RLock()
         self.host = host
-        self.lower = [lower_tier(number, tier) for number, tier in enumerate(lower, 1)]
+        self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
         self.catalog = Catalog(["host", *(tier.name for tier in lower)])
         self.policy = policy
         self.executor = executor

@@ -5,11 +5,11 @@
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 from tierkv import frame
+from tierkv.clock import Clock
 from tierkv.cost import Rates
 from tierkv.tier import DONE, Item, Outcome, Status, Tier
 
@@ -70,8 +70,9 @@ def check(item: Item) -> Outcome:
 class Measured:
     """Counts and rates of a tier's I/O; what it measures replaces the first guesses it is given."""
 
-    def __init__(self, inner: Sealed, guess: Rates) -> None:
+    def __init__(self, inner: Sealed, guess: Rates, clock: Clock) -> None:
         self.inner = inner
+        self._clock = clock
         self.rates = guess
         self.read_bytes = 0
         self.written_bytes = 0
@@ -80,22 +81,22 @@ class Measured:
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
         """Store, and learn the write rate."""
-        start = time.perf_counter()
+        start = self._clock()
         outcomes = self.inner.write(items)
         size = self._note("write", items, outcomes)
         with self._lock:
             self.written_bytes += size
             if size >= _LATENCY_BYTES:
-                rate = size / max(time.perf_counter() - start, 1e-9)
+                rate = size / max(self._clock() - start, 1e-9)
                 self.rates = self.rates._replace(write_bps=_blend(self.rates.write_bps, rate))
         return outcomes
 
     def read(self, items: Sequence[Item]) -> list[Outcome]:
         """Load, and learn the read rate (large batches) or the latency (small ones)."""
-        start = time.perf_counter()
+        start = self._clock()
         outcomes = self.inner.read(items)
         size = self._note("read", items, outcomes)
-        seconds = max(time.perf_counter() - start, 1e-9)
+        seconds = max(self._clock() - start, 1e-9)
         with self._lock:
             self.read_bytes += size
             if size >= _LATENCY_BYTES:
