@@ -1,4 +1,4 @@
-"""TierKV: the store's face. Implements `control.Control` over puts, matches, stages and write-behind.
+"""TierKV: the store's face, `control.Control` over puts, matches, stages and write-behind.
 
     match -> Matches -> (Stages -> read lanes) -> get -> the client copies out -> release
     put   -> Puts -> the client copies in -> commit -> WriteBehind -> write lanes
@@ -18,6 +18,7 @@ from tierkv.catalog import READY
 from tierkv.clock import Clock
 from tierkv.codec import BY_CODEC_ID
 from tierkv.executor import Executor, Threads
+from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of
@@ -58,6 +59,7 @@ class TierKV:
         self._matches = Matches(self._store)
         self._stages = Stages(self._store, self._matches)
         self._puts = Puts(self._store, self._write_behind)
+        self._health = Health(self._store)
         self._started = clock()
         self._closed = False
         for low in self._store.lower:
@@ -68,13 +70,13 @@ class TierKV:
     def open(cls, settings: Settings) -> Self:
         """Build the tiers of the settings and the store over them. Raises: TierKVError."""
         lower: list[DurableTier] = []
-        lanes = {"control": 2, "grow": 1}
+        lanes = {"control": 2, "grow": 1, "host-probe": 1}
         if settings.nvme is not None:
             lower.append(NvmeTier(settings.nvme))
         if settings.redis is not None:
             lower.append(RedisTier(settings.redis))
         for tier in lower:
-            lanes |= {f"{tier.name}-read": READ_THREADS, f"{tier.name}-write": 1}
+            lanes |= {f"{tier.name}-read": READ_THREADS, f"{tier.name}-write": 1, lane(tier): 1}
         host = HostTier(settings.host)
         return cls(host, lower, executor=Threads(lanes), settings=settings.store)
 
@@ -158,25 +160,29 @@ class TierKV:
     def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
         """Answer with counters and tiers, after trying each medium when asked to."""
 
-        def answer() -> None:
-            tiers = [self._store.host, *(low.tier for low in self._store.lower)]
-            problems = {tier.name: tier.probe() for tier in tiers} if call.probe else {}
+        def answer(problems: dict[str, str]) -> None:
             with self._store.lock:
                 stat = report(
-                    self._store, self._matches, self._puts, self._write_behind, self._started,
+                    self._store,
+                    self._matches,
+                    self._puts,
+                    self._write_behind,
+                    self._started,
                     problems,
-                )  # fmt: skip
+                )
             done(to_wire(stat))
 
-        if call.probe:
-            self._store.executor.submit("control", answer)
-        else:
-            answer()
+        with self._store.lock:
+            if call.probe and not self._closed:
+                self._health.probe(answer)
+            else:
+                answer({})
 
     def tick(self) -> float:
         """End what is past its deadline."""
         with self._store.lock:
             self._write_behind.tick()
+            self._health.tick()
             return max(self._matches.expire(), 0.001)
 
     def end_leases(self, owner: int) -> None:
@@ -260,7 +266,9 @@ class TierKV:
         order = np.lexsort((found["position"], -found["locator"]))
         self._adopt(low, found[order], numbers[order])
 
-    def _adopt(self, low: Lower, found: Any, numbers: npt.NDArray[np.int32]) -> None:  # noqa: ANN401
+    def _adopt(
+        self, low: Lower, found: npt.NDArray[np.void], numbers: npt.NDArray[np.int32]
+    ) -> None:
         """Make found frames ready placements; the first are noted as used last."""
         store, catalog = self._store, self._store.catalog
         profile_of = np.zeros(1 << 16, np.int8)

@@ -2,8 +2,8 @@
 
 A *unit* is one (key, part). Units of a call are numbered block-major: unit = block * parts + part.
 Arrays travel as little-endian bytes: keys n x 32, parts m x 10 (`Part.pack`), sizes and runs int64.
-A *run* is (offset, length) in the arena; a frame is one or more runs, `run_counts` says how many for
-each unit, uint16.
+A *run* is (offset, length) in the arena; a frame is one or more runs, `run_counts` says how many
+for each unit, uint16.
 """
 
 import msgspec
@@ -72,7 +72,10 @@ class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WaitCall(Call, frozen=True, tag="wait"):
-    """Answered when a pending match is final: everything staged arrived, failed, or its deadline."""
+    """Answered when a pending match is final.
+
+    Everything staged arrived, failed, or its deadline.
+    """
 
     match: int
 
@@ -125,7 +128,8 @@ class PutCall(Call, frozen=True, tag="put"):
 class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Which units to write (uint32 unit numbers, ascending) and where; reservation 0: none.
 
-    Each unit's runs hold its frame: `header_bytes` that the store writes at commit, then the payload.
+    Each unit's runs hold its frame: `header_bytes` that the store writes at commit, then the
+    payload.
     """
 
     reservation: int

@@ -1,15 +1,16 @@
 """The Catalog: every placement and every hold, in memory. The only mutable heart of tierkv.
 
-A placement is one copy of a *unit* (key, part) in one tier. Placements are rows in typed columns, not
-objects; a dict per part leads from a key to the first of its placements, `sibling` to the next. Keys and
-row numbers are all that the interpreter sees, and none of it is tracked by the garbage collector.
+A placement is one copy of a *unit* (key, part) in one tier. Placements are rows in typed columns,
+not objects; a dict per part leads from a key to the first of its placements, `sibling` to the next.
+Keys and row numbers are all that the interpreter sees, and none of it is tracked by the garbage
+collector.
 
-Columns are `array.array`: one row is read in tens of nanoseconds, and `column` gives numpy a view where
-a decision looks at all of them.
+Columns are `array.array`: one row is read in tens of nanoseconds, and `column` gives numpy a view
+where a decision looks at all of them.
 
-State changes only through TRANSITIONS. Allocated bytes are summed by (tier, state) with every change,
-so that free + dead + writing + ready + leaving = capacity can be asserted at any time.
-No I/O, no clock, no lock: the owner calls from one thread at a time.
+State changes only through TRANSITIONS. Allocated bytes are summed by (tier, state) with every
+change, so that free + dead + writing + ready + leaving = capacity can be asserted at any time. No
+I/O, no clock, no lock: the owner calls from one thread at a time.
 """
 
 from array import array
@@ -43,7 +44,10 @@ TRANSITIONS = {
     "leave": (READY, LEAVING),
     "gone": (LEAVING, ABSENT),
 }
-"""Holds lie on ready placements only; one that is held may leave, and is gone when the last hold ends."""
+"""Holds lie on ready placements only.
+
+One that is held may leave, and is gone when the last hold ends.
+"""
 
 NONE = -1
 
@@ -69,7 +73,10 @@ Rows = Sequence[int]
 
 
 class Unit(NamedTuple):
-    """What a new placement says of its frame; sizes in bytes, `namespace` and `profile` by number."""
+    """What a new placement says of its frame.
+
+    Sizes in bytes, `namespace` and `profile` by number.
+    """
 
     key: bytes
     part: int

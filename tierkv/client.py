@@ -1,7 +1,7 @@
 """The client: what an engine connector holds. The same over an embedded store and over a sidecar.
 
-Nothing here raises into an engine: a store that is gone, slow or refuses is a miss, and counted by the
-channel. The one exception is a caller's own wrong argument.
+Nothing here raises into an engine: a store that is gone, slow or refuses is a miss, and counted by
+the channel. The one exception is a caller's own wrong argument.
 """
 
 import struct
@@ -41,7 +41,7 @@ MISS = MatchReply(match=0, blocks=0)
 class Channel(Protocol):
     """How calls reach a store: in process, or over a socket."""
 
-    def call(self, call: Call, timeout_s: float | None = None) -> Any | None:
+    def call(self, call: Call, timeout_s: float | None = None) -> Any | None:  # noqa: ANN401
         """Send and wait for the reply; None when the store cannot answer in time."""
 
     def post(self, call: Call) -> None:
@@ -63,7 +63,9 @@ Pieces = list[memoryview]
 class Transfer:
     """Frames of a leased match, readable in place until close."""
 
-    def __init__(self, channel: Channel, reply: GetReply, call: MatchCall, frames: list[Pieces]) -> None:
+    def __init__(
+        self, channel: Channel, reply: GetReply, call: MatchCall, frames: list[Pieces]
+    ) -> None:
         self._channel = channel
         self._number = reply.transfer
         self._verify = reply.verify
@@ -222,9 +224,7 @@ class Client:
         if not isinstance(reply, PutReply) or not reply.reservation:
             self._channel.give_back()
             return None
-        return Reservation(
-            self._channel, reply, _cut_frames(arena, reply.run_counts, reply.runs)
-        )
+        return Reservation(self._channel, reply, _cut_frames(arena, reply.run_counts, reply.runs))
 
     def flush(self, call: FlushCall) -> bytes:
         """Wait until blocks are durable; one byte per unit, 1 where they are."""

@@ -1,7 +1,7 @@
 """Control: what a store answers to its clients. `TierKV` is the one implementation.
 
-Every method is quick and never blocks on I/O; those with `done` answer later, from any thread, exactly
-once. `owner` is one client process's session; what it holds ends with `disown`.
+Every method is quick and never blocks on I/O; those with `done` answer later, from any thread,
+exactly once. `owner` is one client process's session; what it holds ends with `disown`.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,10 @@ class Control(Protocol):
         """
 
     def disown(self, owner: int) -> None:
-        """The owner's process is gone, or says it has stopped: transfers and reservations end too."""
+        """The owner's process is gone, or says it has stopped.
+
+        Transfers and reservations end too.
+        """
 
     def close(self, grace_s: float) -> None:
         """Flush what is worth most within `grace_s` seconds and stop."""

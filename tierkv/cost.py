@@ -1,9 +1,11 @@
 """Cost model: predicted seconds of a load and of a recompute, from measured rates.
 
-    T_load      = latency + stored bytes / bandwidth + raw bytes / decode rate     (one run of one tier)
-    T_recompute = linear * n + quadratic * (p * n + n^2 / 2)                       (n tokens at position p)
+    T_load      = latency + stored bytes / bandwidth + raw bytes / decode rate     (one run of one
+    tier) T_recompute = linear * n + quadratic * (p * n + n^2 / 2)                       (n tokens
+    at position p)
 
-Source: KV load against recompute, as in Mooncake's reuse condition, with live rates in place of peaks.
+Source: KV load against recompute, as in Mooncake's reuse condition, with live rates in place of
+peaks.
 """
 
 from collections.abc import Sequence
@@ -46,8 +48,8 @@ def load_seconds(stored: int, raw: int, rates: Rates, decode_bps: float) -> floa
 def pick_profile(profiles: Sequence[Profile], read_bps: float) -> Profile:
     """Return the profile whose blocks load fastest from the tier they are likely to be read from.
 
-    A block reads at bandwidth * ratio and decodes at decode rate: lossless pays only on a tier slower
-    than decode_bps * (ratio - 1) / ratio. Ties go to the first.
+    A block reads at bandwidth * ratio and decodes at decode rate: lossless pays only on a tier
+    slower than decode_bps * (ratio - 1) / ratio. Ties go to the first.
     """
 
     def seconds_per_raw_byte(profile: Profile) -> float:

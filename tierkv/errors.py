@@ -1,7 +1,9 @@
-"""The error of tierkv. A miss, a full tier and a throttle are results (`tier.Outcome`), never errors.
+"""The error of tierkv.
 
-An error is raised only for what the caller must change: a wrong setting, a wrong argument, a peer of
-another protocol. Its message names what was wrong and the fix.
+A miss, a full tier and a throttle are results (`tier.Outcome`), never errors.
+
+An error is raised only for what the caller must change: a wrong setting, a wrong argument, a peer
+of another protocol. Its message names what was wrong and the fix.
 """
 
 import enum

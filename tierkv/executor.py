@@ -94,7 +94,7 @@ class _Lane:
             job = self.jobs.popleft()
             try:
                 job()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 _LOG.exception("a job of lane %s failed", threading.current_thread().name)
             finally:
                 del self.running[me]

@@ -1,8 +1,9 @@
-"""Frame: the only thing a tier stores. Header, then payload in 1..n segments (docs/FORMAT.md section 3).
+"""Frame: the only thing a tier stores (docs/FORMAT.md section 3).
 
-The header alone is enough to refuse a frame. Any prefix of the segments is a valid frame. A frame in
-RAM is unsealed: its segment checksums are zero. `seal` fills them when bytes leave RAM and `verify`
-checks them when they come back. Every length is bounded before anything is allocated from it.
+A header, then the payload in 1..n segments. The header alone is enough to refuse a frame. Any
+prefix of the segments is a valid frame. A frame in RAM is unsealed: its segment checksums are zero.
+`seal` fills them when bytes leave RAM and `verify` checks them when they come back. Every length is
+bounded before anything is allocated from it.
 """
 
 import enum
@@ -15,7 +16,7 @@ import xxhash
 
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
-from tierkv.part import PACKED_BYTES, Part
+from tierkv.part import Part
 
 Buffer: TypeAlias = memoryview | bytearray
 
@@ -34,6 +35,7 @@ _FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
 _CHECKSUM_AT = _FIXED.size - 8
 _SEGMENT = struct.Struct("<Q16s")
 _ALIGN = 64
+_FIDELITIES = frozenset(map(int, Fidelity))
 
 CONTENT = slice(16, 168)
 """Header bytes that name the content and never change while a frame lives; readers compare them."""
@@ -51,10 +53,10 @@ class Refusal(enum.Enum):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frame says of itself. `segments` holds payload bytes; `checksums` is empty unless sealed.
+    """What a frame says of itself.
 
-    `epoch` ties a frame to the place it lies in (the arena's epoch in RAM, the region's sequence on
-    NVMe, 0 on Redis) and says nothing of content.
+    `segments` holds payload bytes; `checksums` is empty unless sealed. `epoch` is that of the arena
+    the frame was first written in: it tells where a frame comes from and nothing of its content.
     """
 
     codec_id: int
@@ -105,8 +107,8 @@ def pack(header: Header) -> bytes:
     count = len(header.segments)
     if not 1 <= count <= MAX_SEGMENTS or header.payload_bytes > MAX_PAYLOAD_BYTES:
         raise invalid(
-            f"a frame has 1 to {MAX_SEGMENTS} segments of at most {MAX_PAYLOAD_BYTES} bytes in all, "
-            f"not {count} of {header.payload_bytes}"
+            f"a frame has 1 to {MAX_SEGMENTS} segments and at most {MAX_PAYLOAD_BYTES} payload "
+            f"bytes, not {count} of {header.payload_bytes}"
         )
     size = header_bytes(count)
     flags = header.flags | SEALED if header.checksums else header.flags & ~SEALED
@@ -126,23 +128,16 @@ def pack(header: Header) -> bytes:
 
 def parse(data: Buffer | bytes) -> Header | Refusal:
     """Read a header from the first bytes of a frame; never reads past `MAX_HEADER_BYTES`."""
-    if len(data) < _FIXED.size:
-        return Refusal.CORRUPT
+    refusal = _refuse(data)
+    if refusal is not None:
+        return refusal
     fields = _FIXED.unpack_from(data)
-    magic, version, size, codec_id, flags, fidelity, zero, count = fields[:8]
-    if magic != MAGIC:
-        return Refusal.CORRUPT
-    if version != VERSION:
-        return Refusal.UNKNOWN
-    if not 1 <= count <= MAX_SEGMENTS or size != header_bytes(count) or size > len(data):
-        return Refusal.CORRUPT
+    size, codec_id, flags, fidelity, _, count = fields[2:8]
     raw = bytearray(data[:size])
     raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
-    if xxhash.xxh3_64_intdigest(raw) != fields[-1] or zero:
+    if xxhash.xxh3_64_intdigest(raw) != fields[-1]:
         return Refusal.CORRUPT
-    try:
-        known_fidelity = Fidelity(fidelity)
-    except ValueError:
+    if fidelity not in _FIDELITIES:
         return Refusal.UNKNOWN
     segments, checksums = _parse_segments(raw, count)
     raw_bytes, payload_bytes = fields[16], fields[17]
@@ -153,7 +148,7 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
     return Header(
         codec_id=codec_id,
         flags=flags & ~SEALED,
-        fidelity=known_fidelity,
+        fidelity=Fidelity(fidelity),
         tokens=fields[8],
         position=fields[9],
         generation=fields[10],
@@ -167,6 +162,19 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
         segments=segments,
         checksums=checksums if flags & SEALED else (),
     )
+
+
+def _refuse(data: Buffer | bytes) -> Refusal | None:
+    """Look at the fields that say how to read the others."""
+    if len(data) < _FIXED.size:
+        return Refusal.CORRUPT
+    magic, version, size, _, _, _, zero, count = struct.unpack_from("<4sHHHHBBH", data)
+    if magic != MAGIC:
+        return Refusal.CORRUPT
+    if version != VERSION:
+        return Refusal.UNKNOWN
+    sound = 1 <= count <= MAX_SEGMENTS and size == header_bytes(count) <= len(data) and not zero
+    return None if sound else Refusal.CORRUPT
 
 
 def _parse_segments(raw: bytearray, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
@@ -220,13 +228,9 @@ def cut(pieces: Sequence[Buffer], start: int, length: int) -> list[memoryview]:
     out: list[memoryview] = []
     for piece in pieces:
         size = len(piece)
-        if start < size and length > 0:
+        if start < size and length:
             view = memoryview(piece)[start : start + length]
             out.append(view)
             length -= len(view)
         start = max(start - size, 0)
     return out
-
-
-assert _FIXED.size % 8 == 0
-assert PACKED_BYTES == struct.calcsize("10s")

@@ -123,14 +123,16 @@ def _u64(value: int) -> bytes:
 
 def _encode_layer(layer: LayerSpec) -> bytes:
     rope = layer.rope
-    return tagged([
-        ("kv_heads", _u64(layer.kv_heads)),
-        ("k_dim", _u64(layer.k_dim)),
-        ("v_dim", _u64(layer.v_dim)),
-        ("window", b"" if layer.window is None else _u64(layer.window)),
-        ("rope", rope.kind.encode()),
-        ("theta", struct.pack("<d", rope.theta)),
-        ("rotary_dim", _u64(rope.rotary_dim)),
-        ("interleaved", bytes([rope.interleaved])),
-        ("scaling", rope.scaling.encode()),
-    ])
+    return tagged(
+        [
+            ("kv_heads", _u64(layer.kv_heads)),
+            ("k_dim", _u64(layer.k_dim)),
+            ("v_dim", _u64(layer.v_dim)),
+            ("window", b"" if layer.window is None else _u64(layer.window)),
+            ("rope", rope.kind.encode()),
+            ("theta", struct.pack("<d", rope.theta)),
+            ("rotary_dim", _u64(rope.rotary_dim)),
+            ("interleaved", bytes([rope.interleaved])),
+            ("scaling", rope.scaling.encode()),
+        ]
+    )

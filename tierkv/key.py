@@ -1,11 +1,12 @@
 """BlockKey: the name of a block's content, equal in any process and on any machine.
 
     root  = SHA-256(tagged(format, identity fingerprint, extras))
-    key_i = SHA-256(key_{i-1} or root, token ids of block i as int32 little endian, extras of block i)
+    key_i = SHA-256(key_{i-1} or root, token ids of block i as int32 little endian, extras of block
+    i)
 
-The root covers identity and extras, so every key of the chain does. The token run has a fixed length
-under one identity; what follows it is tagged and length-prefixed, so the encoding has one reading
-(docs/FORMAT.md section 2). Keys travel as one bytes object of n x 32.
+The root covers identity and extras, so every key of the chain does. The token run has a fixed
+length under one identity; what follows it is tagged and length-prefixed, so the encoding has one
+reading (docs/FORMAT.md section 2). Keys travel as one bytes object of n x 32.
 """
 
 import hashlib

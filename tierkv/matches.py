@@ -1,8 +1,11 @@
-"""Matches: the longest usable run of a chain, leased in RAM; what lies below is staged while one waits.
+"""Matches: the longest usable run of a chain, leased in RAM.
 
-A match goes through: held in RAM -> (probe of a shared tier) -> (stage: RAM reserved whole, reads on the
-tiers' lanes) -> final -> lease -> transfer -> closed. Several matches may wait for one read: units on their
-way are noted in `_arriving` with the matches that want them. Called under the store's lock.
+What lies below RAM is staged while the client waits.
+
+A match goes through: held in RAM -> (probe of a shared tier) -> (stage: RAM reserved whole, reads
+on the tiers' lanes) -> final -> lease -> transfer -> closed. Several matches may wait for one read:
+units on their way are noted in `_arriving` with the matches that want them. Called under the
+store's lock.
 """
 
 from collections import Counter
@@ -29,14 +32,16 @@ class Match:
     keys: list[bytes]
     parts: list[int]
     deadline: float
+    asked_at: float
+    """Clock when it was asked, in seconds."""
     rows: list[int] = field(default_factory=list)
     """RAM placements held, by unit; NONE while a unit is on its way."""
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
     pending: bool = False
     final: bool = False
-    load_s: float = 0.0
     eta_s: float = 0.0
+    waited_s: float = 0.0
     sources: Counter[str] = field(default_factory=Counter)
     waiters: list[Done] = field(default_factory=list)
 
@@ -69,7 +74,7 @@ class Matches:
         keys = keys_of(call.keys, len(parts))
         namespace = store.namespaces.number(digest_of(call.namespace))
         deadline = store.clock() + call.deadline_s
-        match = Match(self._next, owner, call, namespace, keys, parts, deadline)
+        match = Match(self._next, owner, call, namespace, keys, parts, deadline, store.clock())
         self._next += 1
         heads = store.heads(keys, parts)
         store.touch(heads)
@@ -136,6 +141,7 @@ class Matches:
             self._store.unhold([row for row in behind if row != NONE])
             match.rows = match.rows[:keep]
         match.pending = False
+        match.waited_s = self._store.clock() - match.asked_at
         match.deadline = self._store.clock() + match.call.deadline_s
         self._count(match)
         waiters, match.waiters = match.waiters, []
@@ -173,6 +179,7 @@ class Matches:
         store.unhold(match.rows[keep:])
         del self.open[match.number]
         self.transfers[match.number] = (owner, rows)
+        self._enter(match, call.blocks)
         store.totals["served_bytes"] += sum(store.catalog.nbytes[row] for row in rows)
         counts, runs = store.runs_of(rows)
         return GetReply(
@@ -225,6 +232,15 @@ class Matches:
     def _mine(self, owner: int, number: int) -> Match | None:
         match = self.open.get(number)
         return match if match is not None and match.owner == owner else None
+
+    def _enter(self, match: Match, blocks: int) -> None:
+        """Write into the ledger what this load saves or loses, the wait for its stage included."""
+        call, reply = match.call, self.reply(match)
+        if call.linear or call.quadratic:
+            cost = Recompute(call.linear, call.quadratic)
+            saved = cost.seconds(blocks * call.tokens_per_block, call.position) - reply.load_s
+            saved -= match.waited_s
+            self._store.seconds["saved" if saved > 0 else "lost"] += abs(saved)
 
     def _count(self, match: Match) -> None:
         store, blocks = self._store, match.blocks

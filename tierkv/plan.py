@@ -28,7 +28,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """Which region to reclaim, what survives it (carried to the open region) and what is dropped."""
+    """Which region to reclaim, what is carried to the open region and what is dropped."""
 
     number: int
     carry: list[int]

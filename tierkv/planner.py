@@ -1,4 +1,7 @@
-"""Planner: pure decisions over plain data. No I/O, no clock, no lock; the simulator runs the same code."""
+"""Planner.
+
+Pure decisions over plain data. No I/O, no clock, no lock; the simulator runs the same code.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +13,10 @@ from tierkv.policy import Policy
 from tierkv.tier import Region
 
 CARRY_SHARE = 0.5
-"""The most of a region's bytes that a reclaim carries on: each reclaim frees at least half a region."""
+"""The most of a region's bytes that a reclaim carries on.
+
+Each reclaim frees at least half a region.
+"""
 CANDIDATES = 8
 """Sealed regions looked at per reclaim, oldest first."""
 RAM = 0

@@ -1,4 +1,6 @@
-"""Policy: which placements a tier gives up first. Sees access history and sizes, never bytes or clocks.
+"""Policy: which placements a tier gives up first.
+
+Sees access history and sizes, never bytes or clocks.
 
 Rows are the Catalog's; the policy keeps its own columns beside them. Implementations live in
 `tierkv/policies/`, one file each, and inherit `tests/contract/policy_contract.py`.
@@ -21,7 +23,7 @@ class Policy(Protocol):
         """Placements are gone; their row numbers may come back as others."""
 
     def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
-        """Return ready, unheld placements worth least, enough to free `need` bytes or all there are.
+        """Return ready, unheld placements worth least that free `need` bytes, or all of them.
 
         Never a block whose descendants (touched with it, behind it) stay.
         """

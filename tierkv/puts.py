@@ -189,7 +189,7 @@ class Puts:
                     namespace,
                     store.namespaces.minimum[namespace],
                     call.position + block * call.tokens_per_block,
-                )  # fmt: skip
+                )
             )
         return store.catalog.begin(RAM, units)
 
@@ -233,7 +233,7 @@ def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:
     if call.fidelity not in Fidelity.__members__.values():
         raise invalid(f"fidelity {call.fidelity} is not known")
     last = call.position + blocks * call.tokens_per_block
-    if not (0 <= call.position <= last < 1 << 31 and 0 < call.tokens_per_block):
+    if not (0 <= call.position <= last < 1 << 31 and call.tokens_per_block > 0):
         raise invalid("positions lie between 0 and 2^31 and a block has tokens")
     return list(sizes)
 

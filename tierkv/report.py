@@ -20,8 +20,13 @@ def report(
     """Return the counters. Under the store's lock.
 
     Args:
+        store: whose tiers and totals.
+        matches: open matches and transfers.
+        puts: open reservations.
+        write_behind: the queues.
+        started: clock at the store's start, in seconds.
         problems: what a probe found wrong, by tier name.
-    """  # fmt: skip
+    """
     now = store.clock()
     queues = write_behind.queues
     oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
@@ -42,6 +47,8 @@ def report(
         refused_blocks=store.counters["put_refused_full"],
         served_bytes=store.totals["served_bytes"],
         stored_bytes=store.totals["stored_bytes"],
+        saved_s=store.seconds["saved"],
+        lost_s=store.seconds["lost"],
         holds=HoldStat(
             clients=len({match.owner for match in matches.open.values()}),
             matches=len(matches.open),
@@ -65,8 +72,8 @@ def _tiers(store: Store, problems: dict[str, str]) -> list[TierStat]:
     tiers = [
         TierStat(
             name="host",
-            state="degraded" if problems.get("host") else "ok",
-            problem=problems.get("host", ""),
+            state="lost" if store.broken else "degraded" if problems.get("host") else "ok",
+            problem=store.broken or problems.get("host", ""),
             capacity_bytes=space.capacity,
             used_bytes=used,
             free_bytes=space.free,

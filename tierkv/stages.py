@@ -1,9 +1,9 @@
 """Stages: bringing blocks up from below while a match waits.
 
-A stage reserves RAM whole or is cut to what fits; it never waits for RAM that another stage holds. The
-length is the one that minimises load plus recompute of the rest. Reads run on the tiers' read lanes; each
-unit is read once, however many matches want it. A late or failed read touches nobody's buffers: its pages
-stay reserved until the read has returned.
+A stage reserves RAM whole or is cut to what fits; it never waits for RAM that another stage holds.
+The length is the one that minimises load plus recompute of the rest. Reads run on the tiers' read
+lanes; each unit is read once, however many matches want it. A late or failed read touches nobody's
+buffers: its pages stay reserved until the read has returned.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
 from tierkv.store import RAM, Lower, Store
-from tierkv.tier import FrameId, Item, Outcome, SharedTier, Status
+from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
 
 READS_PER_JOB = 4
 NEGATIVE_S = 2.0
@@ -26,7 +26,10 @@ NEGATIVE_LIMIT = 65536
 
 
 class Stages:
-    """Plans stages for pending matches and takes in what was read. Called under the store's lock."""
+    """Plans stages for pending matches and takes in what was read.
+
+    Called under the store's lock.
+    """
 
     def __init__(self, store: Store, matches: Matches) -> None:
         self._store = store
@@ -40,12 +43,12 @@ class Stages:
         store = self._store
         reach = self._reach(match, heads)
         shared = next((low for low in store.lower if low.shared is not None), None)
-        if shared is not None and reach < len(match.keys) and store.usable(shared):
-            if store.clock() >= self._absent.get(match.keys[reach], 0.0):
-                match.pending = True
-                match.eta_s = shared.io.rates.latency_s
-                store.executor.submit(shared.reads, partial(self._probe, match, shared, reach))
-                return
+        ask = shared is not None and reach < len(match.keys) and store.usable(shared)
+        if ask and shared and store.clock() >= self._absent.get(match.keys[reach], 0.0):
+            match.pending = True
+            match.eta_s = shared.io.rates.latency_s
+            store.executor.submit(shared.reads, partial(self._probe, match, shared, reach))
+            return
         self._stage(match, heads, reach)
 
     def _reach(self, match: Match, heads: list[int]) -> int:
@@ -158,7 +161,7 @@ class Stages:
         )
         sources = self._fit(sources[: plan.blocks * parts], parts)
         if sources:
-            match.load_s = match.eta_s = plan.load_s
+            match.eta_s = plan.load_s
             match.pending = True
             self._want(match, sources)
 
@@ -189,6 +192,7 @@ class Stages:
         store, catalog, arriving = self._store, self._store.catalog, self._matches.arriving
         first = len(match.rows)
         match.rows += [NONE] * len(sources)
+        chain: list[int] = match.rows[:first]
         reads: dict[int, list[tuple[int, int]]] = {}
         for unit, source in enumerate(sources, first):
             target = source
@@ -200,9 +204,13 @@ class Stages:
                 catalog.hold([source])
                 match.rows[unit] = source
                 match.sources["host"] += 1
+                chain.append(source)
                 continue
+            chain.append(target)
             arriving[target].append(match.number)
             match.awaited[target] = unit
+        # Stamped as one chain before anything arrives: what arrives first is the head.
+        store.policy.touched(catalog, chain)
         for tier, pairs in reads.items():
             low = store.lower[tier - 1]
             for at in range(0, len(pairs), READS_PER_JOB):
@@ -243,11 +251,11 @@ class Stages:
         store, catalog = self._store, self._store.catalog
         store.unhold([source])
         minimum = store.namespaces.minimum[catalog.namespace[target]]
-        sound = outcome.status is Status.DONE and self._describe(target, item)
-        if sound and catalog.generation[target] >= minimum:
+        if outcome.status is Status.DONE:
             low.failures = 0
+            outcome = self._describe(target, source, item)
+        if outcome.status is Status.DONE and catalog.generation[target] >= minimum:
             catalog.commit([target])
-            store.policy.touched(catalog, [target])
             self._matches.arrived(target, source=low.name, usable=True)
             return
         store.abort([target])
@@ -263,18 +271,18 @@ class Stages:
                 store.drop([source])
         self._matches.arrived(target, source=low.name, usable=False)
 
-    def _describe(self, target: int, item: Item) -> bool:
-        """Take over from the header what a probe could not know; False for a codec unknown here."""
+    def _describe(self, target: int, source: int, item: Item) -> Outcome:
+        """Take over from the header what a probe could not know."""
         catalog = self._store.catalog
         header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
         if isinstance(header, frame.Refusal) or header.codec_id not in BY_CODEC_ID:
-            return False
-        if header.generation != catalog.generation[target] or header.namespace != (
-            self._store.namespaces.digest(catalog.namespace[target])
-        ):
-            return False
-        catalog.profile[target] = BY_CODEC_ID[header.codec_id].number
-        catalog.fidelity[target] = header.fidelity
-        catalog.flags[target] = header.flags
-        catalog.position[target] = header.position
-        return True
+            return Outcome(Status.UNKNOWN, "a codec this release does not know")
+        namespace = self._store.namespaces.digest(catalog.namespace[target])
+        if (header.generation, header.namespace) != (catalog.generation[target], namespace):
+            return Outcome(Status.CORRUPT, "another namespace or generation")
+        for row in (target, source):
+            catalog.profile[row] = BY_CODEC_ID[header.codec_id].number
+            catalog.fidelity[row] = header.fidelity
+            catalog.flags[row] = header.flags
+            catalog.position[row] = header.position
+        return DONE

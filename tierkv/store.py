@@ -1,7 +1,7 @@
 """Store: the data that puts, matches and write-behind share, and the few steps they all take.
 
-Every method here is called under `lock` and does no I/O. Tier 0 of the catalog is host RAM; the lower
-tiers follow in the order given, fastest first.
+Every method here is called under `lock` and does no I/O. Tier 0 of the catalog is host RAM; the
+lower tiers follow in the order given, fastest first.
 """
 
 import threading
@@ -102,6 +102,7 @@ class Store:
         self.counters: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
+        self.seconds = {"saved": 0.0, "lost": 0.0}
         self.broken = ""
 
     def rates(self) -> list[Rates]:
@@ -115,7 +116,10 @@ class Store:
         return self.clock() >= lower.off_until
 
     def failed(self, lower: Lower) -> None:
-        """Note a failed read; a tier that fails READ_FAILURES times in a row is left alone a while."""
+        """Note a failed read.
+
+        A tier that fails READ_FAILURES times in a row is left alone a while.
+        """
         lower.failures += 1
         if lower.failures >= READ_FAILURES:
             lower.failures = 0
@@ -152,7 +156,7 @@ class Store:
         self.policy.touched(catalog, [row for head in heads for row in catalog.copies(head)])
 
     def drop(self, rows: Rows) -> None:
-        """Make ready placements invisible now and free their space, of held ones at the last unhold."""
+        """Make ready placements invisible now; held ones keep their space until the unhold."""
         if rows:
             self.catalog.leave(rows)
             self._gone([row for row in rows if not self.catalog.holds[row]])
@@ -222,7 +226,10 @@ class Store:
         return counts.tobytes(), runs.tobytes()
 
     def check(self) -> None:
-        """Assert the capacity invariant of every tier with a capacity; broken: only misses from now."""
+        """Assert the capacity invariant of every tier with a capacity.
+
+        Broken: only misses from now.
+        """
         try:
             self.catalog.check(RAM, self.host.space())
             for lower in self.lower:
@@ -241,11 +248,17 @@ class Store:
 
 
 def keys_of(packed: bytes, parts: int) -> list[bytes]:
-    """Return the keys of a call. Raises: TierKVError (invalid) when out of bounds."""
+    """Return the keys of a call.
+
+    Raises: TierKVError (invalid) when out of bounds or not distinct.
+    """
     count = len(packed) // KEY_BYTES
     if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
         raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+    keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+    if len(set(keys)) < count:
+        raise invalid("a chain names each key once")
+    return keys
 
 
 def _drop(tier: SharedTier, ids: Sequence[FrameId]) -> None:

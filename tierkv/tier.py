@@ -1,15 +1,17 @@
-"""Tier: a place that stores frames by (key, part). Knows nothing of codecs, policies or other tiers.
+"""Tier: a place that stores frames by (key, part).
+
+Knows nothing of codecs, policies or other tiers.
 
 A tier has two sides. Its *space* (reserve, free, space) is bookkeeping in memory: called under the
-store's lock, never blocks. Its *I/O* (write, read and, where there is one, sync, find, drop) blocks and
-is called by executor threads only, any number of reads at once, one write call at a time.
+store's lock, never blocks. Its *I/O* (write, read and, where there is one, sync, find, drop) blocks
+and is called by executor threads only, any number of reads at once, one write call at a time.
 
 The store keeps the catalog; a tier needs no index of its own. It hands out a locator when space is
 reserved and gets it back with each read and free.
 
-Buffers: the caller passes each frame as pieces of memory in order, header first. Every piece but the
-last has a length that is a multiple of 4096, the last one is at least as long as the frame's rest
-rounded up to 4096, and each starts at an address that is a multiple of 4096. So a tier may use
+Buffers: the caller passes each frame as pieces of memory in order, header first. Every piece but
+the last has a length that is a multiple of 4096, the last one is at least as long as the frame's
+rest rounded up to 4096, and each starts at an address that is a multiple of 4096. So a tier may use
 O_DIRECT straight from and to the pieces.
 """
 
@@ -24,19 +26,21 @@ from tierkv.part import Part
 
 ALIGN = 4096
 
-FOUND = np.dtype([
-    ("key", "<u8", 4),
-    ("part", "<u2", 5),
-    ("codec_id", "<u2"),
-    ("fidelity", "u1"),
-    ("flags", "u1"),
-    ("namespace", "u1", 16),
-    ("generation", "<u8"),
-    ("locator", "<i8"),
-    ("nbytes", "<i8"),
-    ("position", "<u4"),
-    ("tokens", "<u4"),
-])
+FOUND = np.dtype(
+    [
+        ("key", "<u8", 4),
+        ("part", "<u2", 5),
+        ("codec_id", "<u2"),
+        ("fidelity", "u1"),
+        ("flags", "u1"),
+        ("namespace", "u1", 16),
+        ("generation", "<u8"),
+        ("locator", "<i8"),
+        ("nbytes", "<i8"),
+        ("position", "<u4"),
+        ("tokens", "<u4"),
+    ]
+)
 """One frame a tier found at start; `nbytes` is the frame's bytes, header included."""
 
 
@@ -71,8 +75,8 @@ DONE = Outcome(Status.DONE)
 class FrameId(NamedTuple):
     """What a tier stores frames under; `key` is 32 bytes.
 
-    The namespace's generation belongs to the name where others write too, so that a clear makes way at
-    once for new frames of the same keys.
+    The namespace's generation belongs to the name where others write too, so that a clear makes way
+    at once for new frames of the same keys.
     """
 
     key: bytes
@@ -81,7 +85,10 @@ class FrameId(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One frame to write or to read: its name, its place and the memory it comes from or goes to."""
+    """One frame to write or to read.
+
+    Its name, its place and the memory it comes from or goes to.
+    """
 
     id: FrameId
     locator: int
@@ -176,4 +183,7 @@ class RegionTier(DurableTier, Protocol):
         """Return the sealed regions, oldest first; the open one and empty ones are not listed."""
 
     def release(self, number: int) -> None:
-        """Make a sealed region without live bytes free. Raises: ValueError when it has live bytes."""
+        """Make a sealed region without live bytes free.
+
+        Raises: ValueError when it has live bytes.
+        """

@@ -42,7 +42,8 @@ class Sealed:
 def seal_in_place(item: Item) -> Outcome:
     """Fill the checksums of the frame in an item's pieces; CORRUPT when its header does not hold.
 
-    Only checksum fields change, so a reader who compares the frame's content meanwhile is not disturbed.
+    Only checksum fields change, so a reader who compares the frame's content meanwhile is not
+    disturbed.
     """
     head = item.pieces[0]
     header = frame.parse(head[: frame.MAX_HEADER_BYTES])

@@ -1,9 +1,9 @@
 """Write-behind: RAM copies on their way to the lower tiers, at lowest priority.
 
-Each lower tier has a queue of placements, bounded in bytes; what does not fit is dropped and counted. The
-tier's one write thread takes the queue's head in batches, so writes reach the medium in order. Nothing is
-written twice: a unit that has a copy there, or is on its way, is passed over. Nothing polls: a job runs
-because something was offered.
+Each lower tier has a queue of placements, bounded in bytes; what does not fit is dropped and
+counted. The tier's one write thread takes the queue's head in batches, so writes reach the medium
+in order. Nothing is written twice: a unit that has a copy there, or is on its way, is passed over.
+Nothing polls: a job runs because something was offered.
 """
 
 from collections import deque
@@ -153,6 +153,7 @@ class WriteBehind:
 
     def _finish(self, sources: list[int], copies: list[int], outcomes: list[Outcome]) -> None:
         store, catalog = self._store, self._store.catalog
+        written: list[int] = []
         for copy, outcome in zip(copies, outcomes, strict=True):
             if outcome.status is not Status.DONE:
                 store.abort([copy])
@@ -162,7 +163,8 @@ class WriteBehind:
             if catalog.generation[copy] < store.namespaces.minimum[catalog.namespace[copy]]:
                 store.drop([copy])
             else:
-                store.policy.touched(catalog, [copy])
+                written.append(copy)
+        store.policy.touched(catalog, written)
         store.unhold(sources)
 
     def _reclaim(self, lower: Lower, tier: RegionTier) -> None:
@@ -239,7 +241,10 @@ class WriteBehind:
         ]
 
     def _answer(self, flush: _Flush, durable: bytes) -> None:
-        """Sync every lower tier as the settings say, then answer; on the last tier's write thread."""
+        """Sync every lower tier as the settings say, then answer.
+
+        On the last tier's write thread.
+        """
         store = self._store
         power = store.settings.sync == "power"
 

@@ -1,9 +1,9 @@
 """LRU, tail first: the longest unused go, and of one chain the tail before the head.
 
-Every touch of a chain stamps its placements from tail to head with rising numbers, so a head is always
-younger than what follows it. Each tier has a queue of (row, stamp) in stamp order; an entry is stale when
-the row has a newer stamp. Victims are read from the queue's front and stale entries there are dropped for
-good, so a decision is exact and O(1) amortised.
+Every touch of a chain stamps its placements from tail to head with rising numbers, so a head is
+always younger than what follows it. Each tier has a queue of (row, stamp) in stamp order; an entry
+is stale when the row has a newer stamp. Victims are read from the queue's front and stale entries
+there are dropped for good, so a decision is exact and O(1) amortised.
 """
 
 from array import array
@@ -13,7 +13,7 @@ import numpy as np
 from tierkv.catalog import READY, Catalog, Rows
 
 KEEP_FROM = 0.75
-"""Survivors of a reclaimed region are those used more lately than this share of the tier's queue."""
+"""A reclaimed region's survivors were used more lately than this share of the tier's queue."""
 _COMPACT_FROM = 4096
 
 
@@ -69,7 +69,10 @@ class Lru:
                 self._stamp[row] = 0
 
     def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
-        """Return the oldest placements; what is held or unfinished is passed over and stays queued."""
+        """Return the oldest placements.
+
+        What is held or unfinished is passed over and stays queued.
+        """
         queue, stamp = self._queues[tier], self._stamp
         state, holds, tiers, allocated = view.state, view.holds, view.tier, view.allocated
         chosen: list[int] = []

@@ -1,8 +1,9 @@
 """Host RAM: one memfd arena of pages; a frame is one or more runs of pages.
 
-The arena's descriptor goes to engines, which map it and copy pages to and from it. Space is reserved in
-steps (`grow`) and a page is handed out only once it is backed, so nobody ever touches memory that is not
-there. Locators name runs: (count << 32 | first page) for one run, a negative number for a list of runs.
+The arena's descriptor goes to engines, which map it and copy pages to and from it. Space is
+reserved in steps (`grow`) and a page is handed out only once it is backed, so nobody ever touches
+memory that is not there. Locators name runs: (count << 32 | first page) for one run, a negative
+number for a list of runs.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ class HostTier:
     def __init__(self, settings: HostSettings) -> None:
         """Reserve address space and the first step of memory.
 
-        Raises: TierKVError (invalid) for a page size that is not 16, 32 or 64 KiB, (unavailable) when
+        Raises: TierKVError (invalid) for a page size that is not 16, 32 or 64 KiB, (unavailable)
+        when
             the machine or its memory limit has less than the arena's size.
         """
         page = settings.page_bytes
@@ -55,8 +57,8 @@ class HostTier:
         available = available_bytes()
         if self.nbytes + _HEADROOM > available:
             raise unavailable(
-                f"host.size asks for {self.nbytes >> 20} MiB of memory but {available >> 20} MiB are "
-                f"available; lower host.size or give the process more memory"
+                f"host.size asks for {self.nbytes >> 20} MiB of memory but "
+                f"{available >> 20} MiB are available; lower it or give the process more memory"
             )
         self.epoch = secrets.randbits(63) | 1
         self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC)
@@ -178,12 +180,15 @@ class HostTier:
                 return Outcome(Status.MISSING)
         at = 0
         for piece in here:
+            done = 0
             for other in frame.cut(item.pieces, at, len(piece)):
+                mine = piece[done : done + len(other)]
                 if inwards:
-                    piece[: len(other)] = other
+                    mine[:] = other
                 else:
-                    other[:] = piece[: len(other)]
-                piece, at = piece[len(other) :], at + len(other)
+                    other[:] = mine
+                done += len(other)
+            at += done
         return DONE
 
     def _has(self, item: Item) -> bool:

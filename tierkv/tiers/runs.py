@@ -1,8 +1,8 @@
 """PageRuns: which pages of an arena are free, and how to take a frame's worth of them.
 
-Pure bookkeeping. Free pages are kept as maximal runs, found by either end, and by size class (the bit
-length of their count). A request takes one run when any is long enough and else the longest pieces there
-are, so nothing is refused while enough pages are free.
+Pure bookkeeping. Free pages are kept as maximal runs, found by either end, and by size class (the
+bit length of their count). A request takes one run when any is long enough and else the longest
+pieces there are, so nothing is refused while enough pages are free.
 """
 
 Run = tuple[int, int]
@@ -36,7 +36,10 @@ class PageRuns:
         self._insert(start, count)
 
     def take(self, count: int) -> list[Run] | None:
-        """Take `count` pages as few runs, in the order a frame uses them; None when too few are free."""
+        """Take `count` pages as few runs, in the order a frame uses them.
+
+        None when too few are free.
+        """
         if count > self.free:
             return None
         start = self._fitting(count)
@@ -62,9 +65,7 @@ class PageRuns:
         for longer in self._classes[count.bit_length() + 1 :]:
             if longer:
                 return next(iter(longer))
-        return next(
-            (s for s in self._classes[count.bit_length()] if self._count[s] >= count), None
-        )
+        return next((s for s in self._classes[count.bit_length()] if self._count[s] >= count), None)
 
     def _cut(self, start: int, count: int) -> Run:
         length = self._count[start]
