@@ -41,8 +41,9 @@ class ArenaLock:
 class Arena:
     """One mapping, counted by its borrows.
 
-    `drop` forbids further borrows; the memory is unmapped when the last borrow is back and no view
-    of it is left, and only then is the lock released (`gone`). The owner serialises all calls.
+    `drop` forbids further borrows. It and `give_back` say when nothing is borrowed any more: then
+    the owner calls `unmap`. The lock is released once no view of the memory is left (`gone`). The
+    owner serialises all calls but `unmap`, which may take long.
 
     Args:
         fd: the arena's memory file; not kept.
@@ -85,26 +86,25 @@ class Arena:
         self.borrows += 1
         return self.view
 
-    def give_back(self) -> None:
-        """Count a borrow less. Safe to call once too often."""
+    def give_back(self) -> bool:
+        """Count a borrow less; returns whether to unmap. Safe to call once too often."""
         self.borrows = max(self.borrows - 1, 0)
-        if self._dropped and not self.borrows:
-            self._unmap()
+        return self._dropped and not self.borrows
 
-    def drop(self) -> None:
-        """Unmap as soon as nothing is borrowed. Idempotent."""
+    def drop(self) -> bool:
+        """Allow no more borrows; returns whether to unmap."""
         self._dropped = True
-        if not self.borrows:
-            self._unmap()
+        return not self.borrows
 
     def abandon(self) -> None:
         """Unmap in a child after fork; what the parent does with the memory is its own matter."""
         self._on_unmap = lambda: None
         self.borrows = 0
         self.drop()
+        self.unmap()
 
-    def _unmap(self) -> None:
-        """Unmap now, or when the last view dies that somebody keeps although all is back."""
+    def unmap(self) -> None:
+        """Unmap now, or when the last view dies that somebody keeps. Idempotent."""
         mapped, self._mapped = self._mapped, None
         if mapped is None:
             return

@@ -75,7 +75,8 @@ class SidecarChannel:
         client: a name for the sidecar's counters and logs.
         arena: False leaves the arena unmapped: for calls that move no blocks.
         on_map: called with the arena when it is mapped, before any call uses it.
-        on_unmap: called before it is unmapped, by any thread; it must end every use of the arena.
+        on_unmap: called before it is unmapped, by any thread, once nothing is borrowed; it must end
+            every other use of the arena.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class SidecarChannel:
 
     def give_back(self) -> None:
         with self._guard:
-            if self._arena is not None:
-                self._arena.give_back()
+            arena = self._arena
+            last = arena is not None and arena.give_back()
+        if arena is not None and last:
+            arena.unmap()
 
     def close(self) -> None:
         self._closed = True
@@ -224,12 +227,14 @@ class SidecarChannel:
     def _lost(self, link: Link) -> None:
         """Let go of the arena: the connection is over."""
         with self._guard:
-            if self._link is link:
-                self._link = None
-                self._over.append(self._session)
-                self.counters.disconnects += 1
-                if self._arena is not None:
-                    self._arena.drop()
+            if self._link is not link:
+                return
+            arena, self._link = self._arena, None
+            self._over.append(self._session)
+            self.counters.disconnects += 1
+            last = arena is not None and arena.drop()
+        if arena is not None and last:
+            arena.unmap()
 
     def _note(self, message: str) -> None:
         """Keep what went wrong, and log it when it is something new."""
