@@ -1,7 +1,7 @@
 """The demo: what a real small model gains from RAM, NVMe and Redis, on this machine.
 
 One conversation about a document is held four ways: without a cache, after the engine was restarted
-(its prefix comes from RAM), after the sidecar was restarted (NVMe), and with another sidecar that
+(its prefix comes from RAM), after the sidecar was started anew (NVMe), and with a new sidecar that
 shares nothing with the first but Redis. All must give the same tokens.
 """
 
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -28,8 +29,8 @@ MODEL = "SmolLM2-135M-Instruct (float32)"
 COPY_S = 60.0
 INTERRUPTED = 130
 
-HITS = {"host": "RAM, engine restarted", "nvme": "NVMe, sidecar restarted"}
-HITS |= {"redis": "Redis, another sidecar"}
+HITS = {"host": "RAM, new engine", "nvme": "NVMe, new start", "redis": "Redis, new sidecar"}
+LABELS = {"turn 1": "first turn", "cold": "no cache", "turn 2": "RAM, next turn", **HITS}
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,8 @@ class Demo:
                 "[yellow]no redis-server here, so no Redis part[/] (apt install redis-server)"
             )
         with self._step("first engine: two turns about a document, then without the cache"):
-            run_engine(self._processes, "first", self._order(one), self._seen)
+            order = Order(model=self._model, socket=str(one.socket))
+            run_engine(self._processes, "first", order, self._seen)
         prompt = self.answers["cold"].prompt
         with self._step("second engine: the last turn again"):
             self._again("host", one, prompt)
@@ -121,28 +123,23 @@ class Demo:
     def table(self) -> Table:
         """Return the figures for people."""
         cold = self.answers["cold"]
-        table = Table(title=f"{MODEL}, prompt of {len(cold.prompt)} tokens")
-        for heading in ("", "first token", "faster", "reused", "computed", "KV loaded", "tokens"):
-            table.add_column(heading, justify="right" if heading else "left")
-        rows = {"cold": "no cache", "turn 2": "RAM, next turn in one engine", **HITS}
-        for name, label in rows.items():
-            if name not in self.answers:
-                table.add_row(label, "-", "", "", "", "", "no redis-server")
-                continue
+        title = f"{MODEL}, prompt of {len(cold.prompt)} tokens"
+        caption = "" if self.redis else "no Redis line: there is no redis-server here"
+        table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
+        table.add_column(no_wrap=True)
+        for heading in ("TTFT", "faster", "reused", "computed", "KV", "tokens"):
+            table.add_column(heading, justify="right")
+        for name in ("cold", "turn 2", *self._tiers()):
             answer = self.answers[name]
             loaded = answer.reused // self.ready.block_tokens * self.ready.block_bytes
             table.add_row(
-                label,
+                LABELS[name],
                 f"{answer.ttft_s:.2f} s",
                 "" if name == "cold" else f"{cold.ttft_s / answer.ttft_s:.1f} x",
                 f"{answer.reused}",
                 f"{len(answer.prompt) - answer.reused}",
                 f"{loaded / 1e6:.0f} MB",
-                ""
-                if name == "cold"
-                else "equal"
-                if answer.tokens == cold.tokens
-                else "[red]differ",
+                "" if name == "cold" else "equal" if answer.tokens == cold.tokens else "DIFFER",
             )
         return table
 
@@ -152,12 +149,9 @@ class Demo:
     def _ttft(self, name: str) -> float | None:
         return round(self.answers[name].ttft_s, 4) if name in self.answers else None
 
-    def _order(self, sidecar: Sidecar, prompt: list[int] | None = None) -> Order:
-        return Order(model=self._model, socket=str(sidecar.socket), prompt=prompt or [])
-
     def _again(self, tier: str, sidecar: Sidecar, prompt: list[int]) -> None:
-        run_engine(self._processes, tier, self._order(sidecar, prompt), self._seen)
-        self.answers[tier] = self.answers.pop("again")
+        order = Order(model=self._model, socket=str(sidecar.socket), name=tier, prompt=prompt)
+        run_engine(self._processes, tier, order, self._seen)
 
     def _seen(self, event: Event) -> None:
         if isinstance(event, Ready):
@@ -170,7 +164,7 @@ class Demo:
             computed = len(event.prompt) - event.reused
             where = ", ".join(event.sources) or "nowhere"
             self._console.print(
-                f"   {event.name}: first token after [bold]{event.ttft_s:.2f} s[/],"
+                f"   {LABELS[event.name]}: first token after [bold]{event.ttft_s:.2f} s[/],"
                 f" {event.reused} tokens from {where}, {computed} computed"
             )
             self._console.print(f"   {event.text.strip()!r}", style="dim", markup=False)

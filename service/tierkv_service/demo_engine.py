@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from tierkv_connectors.transformers import PrefixCache
 
-DOCUMENT_TOKENS = 2850
+DOCUMENT_TOKENS = 2800
 QUESTIONS = (
     "In one sentence: what is this document about?",
     "Which keyword starts a statement that tests a condition?",
@@ -30,6 +30,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     socket: str
+    name: str = ""
+    """Of the answer."""
     prompt: list[int] = []
     """Answer this once, with the cache. Empty: hold the whole conversation, then say how the last
     answer is given without a cache."""
@@ -151,7 +153,7 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     engine = Engine(order)
     if order.prompt:
-        engine.answer("again", engine.cached, order.prompt)
+        engine.answer(order.name, engine.cached, order.prompt)
     else:
         engine.converse()
     return 0

@@ -1,0 +1,128 @@
+"""The demo's verdict and its cleaning up; `make demo` runs the whole of it."""
+
+import re
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tierkv.errors import TierKVError
+from tierkv_service.demo import Demo
+from tierkv_service.demo_engine import Answer, Order, Ready, document
+from tierkv_service.demo_processes import Processes, run_engine
+
+PROMPT = list(range(300))
+TOKENS = [7, 8, 9]
+
+
+def answer(name: str, tier: str = "", **changes: Any) -> Answer:
+    fields: dict[str, Any] = {
+        "name": name,
+        "prompt": PROMPT,
+        "tokens": TOKENS,
+        "text": "",
+        "ttft_s": 0.5 if tier else 5.0,
+        "reused": 256 if tier else 0,
+        "sources": {tier: 256} if tier else {},
+    }
+    return Answer(**fields | changes)
+
+
+def demo(tmp_path: Path, *changed: Answer, redis: bool = True) -> Demo:
+    played = Demo(Console(file=StringIO()), Processes(tmp_path), tmp_path)
+    played.ready = Ready(seconds=1.0, block_tokens=128, block_bytes=1000)
+    played.redis = redis
+    tiers = ("host", "nvme", "redis") if redis else ("host", "nvme")
+    answers = [answer("cold"), answer("turn 2", "host"), *(answer(tier, tier) for tier in tiers)]
+    played.answers = {one.name: one for one in [*answers, *changed]}
+    return played
+
+
+def test_all_as_promised(tmp_path: Path) -> None:
+    played = demo(tmp_path)
+    assert played.problems() == []
+    assert msgspec.to_builtins(played.report()) == {
+        "model": "SmolLM2-135M-Instruct (float32)",
+        "prompt_tokens": 300,
+        "reused_tokens": 256,
+        "ttft_s": {"cold": 5.0, "host": 0.5, "nvme": 0.5, "redis": 0.5},
+        "tokens_equal": True,
+        "hits_by_tier": {"host": 512, "nvme": 256, "redis": 256},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (answer("nvme", "nvme", tokens=[7, 8, 1]), "NVMe.*tokens"),
+        (answer("redis", "host"), "Redis.*reused"),
+        (answer("host", "host", reused=128, sources={"host": 128}), "RAM.*128"),
+    ],
+)
+def test_what_went_wrong_is_said(tmp_path: Path, changed: Answer, says: str) -> None:
+    (problem,) = demo(tmp_path, changed).problems()
+    assert re.search(says, problem)
+
+
+def test_without_redis_the_rest_still_counts(tmp_path: Path) -> None:
+    played = demo(tmp_path, redis=False)
+    assert played.problems() == []
+    assert played.report().ttft_s["redis"] is None
+    shown = StringIO()
+    Console(file=shown, width=80).print(played.table())
+    assert "no redis-server" in shown.getvalue()
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+def test_every_process_ends_with_the_demo(tmp_path: Path) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted() -> None:
+        with Processes(tmp_path) as processes:
+            started.extend(processes.start("sleeper", ["sleep", "60"]) for _ in range(2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert all(process.returncode == -15 for process in started)
+
+
+def test_processes_end_when_the_demo_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, pathlib; from tierkv_service.demo_processes import Processes;"
+        "p = Processes(pathlib.Path(sys.argv[1])).start('s', ['sleep', '60']);"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    child = int(killed.stdout.readline())
+    time.sleep(0.2)  # setpriv has become sleep by then
+    killed.kill()
+    killed.communicate()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            break  # ended; whoever adopted it has not looked yet
+        time.sleep(0.02)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
+    order = Order(model=str(tmp_path / "none"), socket=str(tmp_path / "none.sock"))
+    with Processes(tmp_path) as processes:  # noqa: SIM117 -- the error is caught inside
+        with pytest.raises(TierKVError, match="engine failed"):
+            run_engine(processes, "first", order, lambda _event: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["first.log"]
+
+
+def test_the_document_is_long_enough() -> None:
+    assert len(document().split()) > 2000
