@@ -35,6 +35,8 @@ FORMAT_MAJOR = 1
 DROP_BATCH = 512
 SLOWEST_BYTES_PER_S = 32 << 20
 """A call may take its timeout and the time that its bytes need at this speed."""
+LOOKUP_BYTES = 1024
+"""What an id of a lookup counts for in its deadline."""
 PROBE_S = 0.3
 """For connecting and for each reply of a probe."""
 BREAKER_FAILURES = 3
@@ -164,7 +166,7 @@ class RedisTier:
             keys = [key_of(self._prefix, id_) for id_ in ids]
             found[:] = redis_hash.find(link, self._control.opening, self._control.check, keys)
 
-        if not ids or self._call(self._lookups, 0, work) is not DONE:
+        if not ids or self._call(self._lookups, len(ids) * LOOKUP_BYTES, work) is not DONE:
             return [-1] * len(ids)
         return [
             meta.nbytes if isinstance(meta, Meta) and self._control.live(meta) else -1
@@ -243,17 +245,18 @@ class RedisTier:
         link = pool.take(deadline - time.monotonic())
         if link is None:
             return BUSY
+        good = False
         try:
             link.begin(deadline)
             work(link)
-        except BaseException as error:
-            aged = isinstance(error, LostError) and error.stale and link.used
-            pool.lose(link)
-            if not aged:
+            good = True
+        except LostError as error:
+            if not (error.stale and link.used):
                 raise
             pool.forget()
             return None
-        pool.give(link)
+        finally:
+            (pool.give if good else pool.lose)(link)
         return DONE
 
     def _command(self, work: Callable[[], None]) -> None:

@@ -341,14 +341,15 @@ class Pool:
         """
         if not self._free.acquire(timeout=max(timeout_s, 0)):
             return None
+        link: Connection | None = None
         try:
             with self._lock:
-                if self._idle:
-                    return self._idle.pop()
-            return self._connect()
-        except BaseException:
-            self._free.release()
-            raise
+                link = self._idle.pop() if self._idle else None
+            link = link or self._connect()
+        finally:
+            if link is None:
+                self._free.release()
+        return link
 
     def give(self, connection: Connection) -> None:
         """Take back a connection that works."""
