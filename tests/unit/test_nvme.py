@@ -71,22 +71,24 @@ def test_small_frames_use_what_a_large_one_could_not(open_tier: Open) -> None:
     assert tier.reserve(REGION // 4) is not None
 
 
-def test_the_index_always_has_room(open_tier: Open) -> None:
-    tier = open_tier(regions=2)
-    locators = []
-    for number in range(500):
-        locator = tier.reserve(ALIGN)
-        if locator is None:
-            break
-        frame = make_frame(number, nbytes=ALIGN)
+@pytest.mark.parametrize("region_bytes", [44 * ALIGN, REGION])
+@pytest.mark.parametrize("syncs", [0, 1, 7, 300])
+def test_the_index_always_has_room(open_tier: Open, region_bytes: int, syncs: int) -> None:
+    tier = open_tier(regions=2, region_bytes=region_bytes)
+    places = []
+    while (locator := tier.reserve(ALIGN)) is not None:
+        places.append(locator)
+    frames = [make_frame(number, nbytes=ALIGN) for number in range(len(places))]
+    for number, (frame, locator) in enumerate(zip(frames, places, strict=True)):
         assert tier.write([frame.item(locator)]) == [DONE]
-        if number % 7 == 0:
+        if syncs and number % syncs == 0:
             tier.sync(power=True)
-        locators.append((key(frame), locator))
     space = tier.space()
-    assert len(locators) * ALIGN + space.free + space.dead == space.capacity == 2 * REGION
+    assert len(places) * ALIGN + space.free + space.dead == space.capacity
     tier.close()
-    assert found(open_tier(regions=2)) == dict(locators)
+    tier = open_tier(regions=2, region_bytes=region_bytes)
+    assert found(tier) == {key(f): at for f, at in zip(frames, places, strict=True)}
+    assert all(get(tier, f, at) is DONE for f, at in zip(frames, places, strict=True))
 
 
 # --- the cap and the volume ---

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frames import aligned, make_frame
+from tests.frames import make_frame
 from tests.nvme_tiers import (
     MIB,
     REGION,
@@ -96,21 +96,53 @@ def test_an_earlier_life_of_a_region_is_not_found(open_tier: Open) -> None:
     assert all(at >= FRONT_BYTES + REGION for at in again.values())
 
 
-def test_a_region_reopened_but_never_acknowledged_is_empty(open_tier: Open) -> None:
+def test_a_kill_between_frames_and_rows_finds_neither_life(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(regions=2)
-    frames = fill(tier)
-    for place in frames:
+    for place in fill(tier):
         tier.free(place, 100_000)
     tier.release(0)
+    frame = make_frame(10_000, nbytes=100_000)
     locator = tier.reserve(100_000)
-    assert locator is not None
-    alien = make_frame(1).item(locator)._replace(nbytes=99_000, pieces=[aligned(99_000)])
-    assert tier.write([alien])[0].status is Status.FAILED
-    assert tier._index.start(0, 3) is DONE  # and then it is killed
+    assert locator == FRONT_BYTES
+
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(region_index.IndexWriter, "append", kill)
+    with pytest.raises(KeyboardInterrupt):
+        tier.write([frame.item(locator)])
+    monkeypatch.undo()
     tier.close()
     again = open_tier(regions=2)
-    assert all(at >= FRONT_BYTES + REGION for at in found(again).values())
+    assert min(found(again).values()) >= FRONT_BYTES + REGION
     put(again, make_frame(2))
+
+
+def test_the_newest_wins_in_a_region_of_a_lower_number(open_tier: Open) -> None:
+    tier = open_tier(regions=3)
+    frames = fill(tier, nbytes=500_000)
+    old = next(at for at in frames if at > FRONT_BYTES + REGION)
+    for place in frames:
+        if place < FRONT_BYTES + REGION:
+            tier.free(place, 500_000)
+    tier.release(0)
+    newer = make_frame(frames[old].header.position // 64, nbytes=400_000, version=1)
+    assert newer.id == frames[old].id
+    put(tier, newer)
+    tier.close()
+    tier = open_tier(regions=3)
+    assert found(tier)[key(newer)] == FRONT_BYTES
+    for region in tier.regions():
+        if region.start == FRONT_BYTES + REGION:
+            tier.free(region.start, region.live)
+            tier.release(region.number)
+    newest = make_frame(frames[old].header.position // 64, nbytes=700_000, version=2)
+    (place,) = put(tier, newest)
+    assert place == FRONT_BYTES + REGION
+    tier.close()
+    assert found(open_tier(regions=3))[key(newest)] == place
 
 
 def test_the_newest_of_a_name_wins(open_tier: Open) -> None:
