@@ -57,7 +57,7 @@ class TierKV:
         self._store = Store(host, lower, policy, executor, clock, settings)
         self._write_behind = WriteBehind(self._store)
         self._matches = Matches(self._store)
-        self._stages = Stages(self._store, self._matches)
+        self._stages = Stages(self._store, self._matches, self._write_behind.resume)
         self._puts = Puts(self._store, self._write_behind)
         self._health = Health(self._store)
         self._started = clock()

@@ -1,4 +1,4 @@
-"""Health: every tier tried by its own bounded probe; one that hangs delays no answer and no other."""
+"""Health: every tier tried by its own bounded probe; one that hangs delays no other answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

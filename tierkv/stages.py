@@ -6,7 +6,7 @@ lanes; each unit is read once, however many matches want it. A late or failed re
 buffers: its pages stay reserved until the read has returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tierkv import frame, planner
@@ -31,9 +31,11 @@ class Stages:
     Called under the store's lock.
     """
 
-    def __init__(self, store: Store, matches: Matches) -> None:
+    def __init__(self, store: Store, matches: Matches, on_read: Callable[[Lower], None]) -> None:
+        """Take what a stage works on; `on_read` is told when a tier has finished a read."""
         self._store = store
         self._matches = matches
+        self._on_read = on_read
         self._absent: dict[bytes, float] = {}
         """First missing key of a probed chain -> until when not to ask again."""
         matches.on_pending = self.consider
@@ -241,10 +243,13 @@ class Stages:
         def read() -> None:
             outcomes = low.io.read(items)
             with store.lock:
+                low.reading -= 1
                 for (target, source), item, outcome in zip(pairs, items, outcomes, strict=True):
                     self._arrived(low, target, source, item, outcome)
                 store.check()
+                self._on_read(low)
 
+        low.reading += 1
         store.executor.submit(low.reads, read)
 
     def _arrived(self, low: Lower, target: int, source: int, item: Item, outcome: Outcome) -> None:

@@ -46,6 +46,10 @@ class Lower:
     io: Measured
     failures: int = 0
     off_until: float = 0.0
+    carrying: int = 0
+    """Allocated bytes of a region's survivor that is being written to its new place."""
+    reading: int = 0
+    """Read jobs queued or under way."""
 
     @property
     def name(self) -> str:
@@ -234,7 +238,7 @@ class Store:
             self.catalog.check(RAM, self.host.space())
             for lower in self.lower:
                 if lower.shared is None:
-                    self.catalog.check(lower.number, lower.tier.space())
+                    self.catalog.check(lower.number, lower.tier.space(), lower.carrying)
         except AssertionError as error:
             self.broken = str(error)
             self.counters["invariant_broken"] += 1

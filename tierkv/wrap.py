@@ -15,6 +15,8 @@ from tierkv.tier import DONE, Item, Outcome, Status, Tier
 
 _SMOOTH = 0.2
 _LATENCY_BYTES = 256 << 10
+_RATE_BYTES = 1 << 20
+_SPAN_S = 0.25
 
 
 class Sealed:
@@ -68,48 +70,78 @@ def check(item: Item) -> Outcome:
     return DONE
 
 
+class _Window:
+    """Bytes per second over spans in which a tier was busy, whatever the count of threads."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._active = 0
+        self._since = 0.0
+        self._bytes = 0
+
+    def enter(self) -> None:
+        if not self._active:
+            self._since, self._bytes = self._clock(), 0
+        self._active += 1
+
+    def leave(self, nbytes: int) -> float:
+        """Note the end of a batch; returns the rate of a finished span, 0 while there is none."""
+        self._active -= 1
+        self._bytes += nbytes
+        seconds = self._clock() - self._since
+        if self._bytes < _RATE_BYTES or (self._active and seconds < _SPAN_S):
+            return 0.0
+        rate = self._bytes / max(seconds, 1e-9)
+        self._since, self._bytes = self._clock(), 0
+        return rate
+
+
 class Measured:
     """Counts and rates of a tier's I/O; what it measures replaces the first guesses it is given."""
 
     def __init__(self, inner: Sealed, guess: Rates, clock: Clock) -> None:
         self.inner = inner
-        self._clock = clock
         self.rates = guess
         self.read_bytes = 0
         self.written_bytes = 0
         self.outcomes: Counter[str] = Counter()
+        self._clock = clock
+        self._reads = _Window(clock)
+        self._writes = _Window(clock)
         self._lock = threading.Lock()
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
         """Store, and learn the write rate."""
-        start = self._clock()
-        outcomes = self.inner.write(items)
-        size = self._note("write", items, outcomes)
         with self._lock:
+            self._writes.enter()
+        outcomes = self.inner.write(items)
+        with self._lock:
+            size = self._note("write", items, outcomes)
             self.written_bytes += size
-            if size >= _LATENCY_BYTES:
-                rate = size / max(self._clock() - start, 1e-9)
+            rate = self._writes.leave(size)
+            if rate:
                 self.rates = self.rates._replace(write_bps=_blend(self.rates.write_bps, rate))
         return outcomes
 
     def read(self, items: Sequence[Item]) -> list[Outcome]:
-        """Load, and learn the read rate (large batches) or the latency (small ones)."""
+        """Load, and learn the read rate from large spans and the latency from small batches."""
+        with self._lock:
+            self._reads.enter()
         start = self._clock()
         outcomes = self.inner.read(items)
-        size = self._note("read", items, outcomes)
-        seconds = max(self._clock() - start, 1e-9)
         with self._lock:
+            size = self._note("read", items, outcomes)
             self.read_bytes += size
-            if size >= _LATENCY_BYTES:
-                rate = size / max(seconds - self.rates.latency_s, seconds / 2)
+            seconds = self._clock() - start
+            rate = self._reads.leave(size)
+            if rate:
                 self.rates = self.rates._replace(read_bps=_blend(self.rates.read_bps, rate))
-            elif size:
+            if 0 < size < _LATENCY_BYTES:
                 self.rates = self.rates._replace(latency_s=_blend(self.rates.latency_s, seconds))
         return outcomes
 
     def _note(self, op: str, items: Sequence[Item], outcomes: Sequence[Outcome]) -> int:
-        with self._lock:
-            self.outcomes.update(f"{op}_{outcome.status.value}" for outcome in outcomes)
+        self.outcomes.update(f"{op}_{outcome.status.value}" for outcome in outcomes)
         return sum(
             item.nbytes
             for item, outcome in zip(items, outcomes, strict=True)

@@ -3,7 +3,8 @@
 Each lower tier has a queue of placements, bounded in bytes; what does not fit is dropped and
 counted. The tier's one write thread takes the queue's head in batches, so writes reach the medium
 in order. Nothing is written twice: a unit that has a copy there, or is on its way, is passed over.
-Nothing polls: a job runs because something was offered.
+Nothing polls: a job runs because something was offered, or because the reads that it made way for
+are done.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from tierkv.tiers.host import aligned
 
 BATCH_BYTES = 8 << 20
 BATCH_FRAMES = 32
+STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
 
 
@@ -30,6 +32,8 @@ class _Queue:
     """(row, serial, bytes, time offered)"""
     nbytes: int = 0
     running: bool = False
+    written_at: float = float("-inf")
+    """Clock when the last batch began."""
     batch: int = 0
     """Frames that are being written now."""
 
@@ -79,8 +83,10 @@ class WriteBehind:
         self._settle_flushes()
 
     def tick(self) -> None:
-        """Answer flushes that are past their deadline."""
+        """Answer flushes past their deadline; go on with a tier whose read never ends."""
         self._settle_flushes()
+        for queue in self.queues:
+            self._start(queue)
 
     def idle(self) -> bool:
         """Return whether nothing waits and nothing is being written."""
@@ -92,9 +98,17 @@ class WriteBehind:
             queue.waiting.clear()
             queue.nbytes = 0
 
+    def resume(self, lower: Lower) -> None:
+        """Go on with a tier that has finished a read."""
+        self._start(self.queues[lower.number - 1])
+
     def _start(self, queue: _Queue) -> None:
-        if queue.waiting and not queue.running:
+        """Write the next batch, unless somebody waits for a read: then at most every STARVED_S."""
+        now = self._store.clock()
+        turn = not queue.lower.reading or now - queue.written_at >= STARVED_S
+        if queue.waiting and not queue.running and turn:
             queue.running = True
+            queue.written_at = now
             self._store.executor.submit(queue.lower.writes, lambda: self._run(queue))
 
     def _run(self, queue: _Queue) -> None:
@@ -196,11 +210,12 @@ class WriteBehind:
             sound = lower.io.read([item])[0].status is Status.DONE
             with store.lock:
                 locator = tier.reserve(nbytes) if sound else None
+                lower.carrying = 0 if locator is None else catalog.allocated[row]
             written = locator is not None and (
                 lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
             )
             with store.lock:
-                allocated = catalog.allocated[row]
+                allocated, lower.carrying = catalog.allocated[row], 0
                 store.unhold([row])
                 free = catalog.state[row] == READY and not catalog.holds[row]
                 if free and written and locator is not None:
