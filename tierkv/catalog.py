@@ -240,9 +240,9 @@ class Catalog:
         mine = (self.column("tier") == tier) & np.isin(self.column("state"), states)
         return np.flatnonzero(mine).astype(np.int32)
 
-    def check(self, tier: int, space: Space) -> None:
-        """Assert the capacity invariant of one tier."""
-        placed = sum(self.bytes[tier][WRITING:])
+    def check(self, tier: int, space: Space, carrying: int = 0) -> None:
+        """Assert the capacity invariant of one tier, with what a placement takes twice meanwhile."""
+        placed = sum(self.bytes[tier][WRITING:]) + carrying
         assert space.free + space.dead + placed == space.capacity, (
             f"{self.tiers[tier]}: free {space.free} + dead {space.dead} + placed {placed} "
             f"is not capacity {space.capacity}"
