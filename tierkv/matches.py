@@ -176,6 +176,9 @@ class Matches:
         store = self._store
         keep = call.blocks * len(match.parts)
         rows = match.rows[:keep]
+        if not all(store.answers(row, match.call.fidelity, match.namespace) for row in rows):
+            self._end(match)  # cleared since it was matched
+            return GetReply(transfer=0)
         store.unhold(match.rows[keep:])
         del self.open[match.number]
         self.transfers[match.number] = (owner, rows)
