@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.frames import aligned, empty_item, make_frame
-from tierkv.errors import ErrorKind, TierKVError
 from tierkv.tier import Status
 from tierkv.tiers.endpoint import Endpoint
 from tierkv.tiers.redis import RedisSettings, RedisTier
@@ -367,37 +366,3 @@ def test_no_server_makes_the_tier_hang_or_raise(server: Scripted, hostile: str) 
     assert tier.probe() != ""
     tier.close()
     assert time.monotonic() - began < 12 * TIMEOUT_S
-
-
-# --- where a server is ---
-
-
-@pytest.mark.parametrize(
-    ("url", "wanted"),
-    [
-        ("redis://cache", Endpoint(host="cache")),
-        ("redis://cache:7000/3", Endpoint(host="cache", port=7000, database=3)),
-        ("redis://[::1]:7000", Endpoint(host="::1", port=7000)),
-        ("rediss://u:p@cache", Endpoint(host="cache", tls=True, user="u", password="p")),
-        ("unix:///run/r.sock?db=2", Endpoint(path="/run/r.sock", database=2)),
-        ("unix://:p%20w@/run/a%20b", Endpoint(path="/run/a b", password="p w")),
-        ("redis://:%40%3A%2F%25@h", Endpoint(host="h", password="@:/%")),
-        ("redis://%40u:%2540@h", Endpoint(host="h", user="@u", password="%40")),
-    ],
-)
-def test_urls(url: str, wanted: Endpoint) -> None:
-    assert Endpoint.parse(url) == wanted
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["", "cache:6379", "http://s3cret@h", "redis://", "redis:///0", "redis://h/s3cret",
-     "redis://u:s3cret/x@h", "redis://h?s3cret=1", "unix://s3cret", "unix://h/s3cret",
-     "redis://:s3cret:s3cret@h:s3cret", "redis://:s3cret#x@h", "redis://h:99999", "unix:///?db=x"],
-)  # fmt: skip
-def test_a_wrong_url_is_refused_without_quoting_it(url: str) -> None:
-    with pytest.raises(TierKVError) as caught:
-        RedisSettings(url=url)
-    assert caught.value.kind is ErrorKind.INVALID
-    assert "s3cret" not in str(caught.value)
-    assert caught.value.__suppress_context__
