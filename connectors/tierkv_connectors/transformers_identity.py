@@ -58,6 +58,8 @@ def refuse_unsafe(model: PreTrainedModel, identity: Identity, extras: Extras) ->
             f"{kind} has {len(identity.groups)} KV group(s), some of sliding-window layers: only "
             "models of one group with full attention are supported here for now"
         )
+    if model.training:
+        raise invalid(f"{kind} is in training mode, where KV is random: call eval() first")
     moving = {layer.rope.kind for layer in identity.layers} & _ANGLES_MOVE
     if moving:
         raise invalid(f"{kind} has {moving.pop()} RoPE: its keys depend on what follows them")

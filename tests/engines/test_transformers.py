@@ -64,7 +64,7 @@ def prefix_cache(client: Client, model: Any, profile: str = "raw") -> PrefixCach
     return PrefixCache(client, model, tokens_per_block=BLOCK, profiles=(profile,))
 
 
-def cold(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
+def cold(model: Any, prompt: list[int], count: int = NEW, **more: Any) -> list[int]:
     """Ask the model itself, with its own loop and its own cache."""
     ids = torch.tensor([prompt])
     done = model.generate(
@@ -73,6 +73,7 @@ def cold(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
+        **more,
     )
     return list(done[0, len(prompt) :].tolist())
 
@@ -98,6 +99,18 @@ def test_generated_tokens_are_reused_in_the_next_turn(
     second = prefix_cache(client, model).generate(follow_up, NEW)
     assert second.reused == 2 * BLOCK
     assert second.tokens == cold(model, follow_up)
+
+
+def test_the_generate_of_transformers_takes_a_loaded_cache(
+    store: TierKV, model: Any, text: list[int]
+) -> None:
+    client = Client(EmbeddedChannel(store, store.host.view))
+    prompt = text[: 3 * BLOCK + 7]
+    prefix_cache(client, model).generate(prompt, 1)
+    past, reused = prefix_cache(client, model).load(prompt)
+    assert reused == 3 * BLOCK
+    assert cold(model, prompt, cache=past) == cold(model, prompt)
+    client.close()
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

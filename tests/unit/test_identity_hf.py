@@ -47,7 +47,9 @@ print(root_key(identity.fingerprint).hex(), root_key(identity.fingerprint, {}).h
 
 def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**SMALL | changes))
+    made = LlamaForCausalLM(LlamaConfig(**SMALL | changes))
+    made.eval()
+    return made
 
 
 def config_of(cls: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
@@ -67,8 +69,7 @@ def test_r01_fresh_interpreters_agree(saved: Path) -> None:
     """With an empty set of extras and with none; `test_keys.py` tries every kind of hash seed."""
     started = []
     for seed in ("0", "random"):
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-        env |= {} if seed is None else {"PYTHONHASHSEED": seed}
+        env = os.environ | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", ONE_PROCESS, str(saved)]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     roots = {root for process in started for root in process.communicate()[0].split()}
@@ -296,5 +297,9 @@ def test_unknown_profiles_are_refused() -> None:
     assert "kvtc" in refused(llama(), profiles=("raw", "kvtc@16x"))
 
 
-def test_integer_models_are_refused() -> None:
+def test_models_of_other_dtypes_are_refused() -> None:
     assert "float64" in refused(torch.nn.Module.double(llama()))
+
+
+def test_models_in_training_are_refused() -> None:
+    assert "eval()" in refused(torch.nn.Module.train(llama()))
