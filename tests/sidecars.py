@@ -9,12 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from tests.fake_store import FakeStore
 from tierkv import calls
+from tierkv.client import Client
 from tierkv.settings import SocketSettings
+from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_service.locks import Locks
 from tierkv_service.loop import Loop
 from tierkv_service.server import Server
+
+ROOT = str(Path(__file__).parents[1])
+SIZE = 4096
 
 
 class Served:
@@ -140,3 +147,67 @@ def until(true: Callable[[], object], timeout_s: float = 5.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def content(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(SIZE)
+
+
+def store(client: Client, number: int) -> int:
+    reservation = client.put(put_call(key(number)))
+    if reservation is None:
+        return 0
+    data, at = memoryview(content(number)), 0
+    for piece in reservation.payload(0):
+        count = min(len(piece), SIZE - at)
+        piece[:count] = data[at : at + count]
+        at += count
+    return reservation.commit([SIZE])
+
+
+def load(client: Client, number: int) -> bytes | None:
+    found = client.match(match_call(key(number)))
+    transfer = client.get(found.match, found.blocks) if found.blocks else None
+    if transfer is None:
+        return None
+    with transfer:
+        header = transfer.header(0)
+        assert header is not None
+        data = b"".join(transfer.payload(0, header))
+        return data if transfer.unchanged(0) else None
+
+
+def channel_of(client: Client) -> SidecarChannel:
+    channel = client._channel
+    assert isinstance(channel, SidecarChannel)
+    return channel
+
+
+def python(program: str, *args: str) -> "subprocess.Popen[bytes]":
+    """Start a program over the names of this module and `connect`."""
+    head = f"import sys; sys.path.insert(0, {ROOT!r})\n"
+    head += "from tests.sidecars import *\n"
+    head += "from tierkv_connectors.sidecar import connect\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", head + program, *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+
+
+def line(process: "subprocess.Popen[bytes]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().strip()
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def holds(client: Client) -> dict[str, int]:
+    found = client.stat()
+    assert found is not None
+    return {name: found["holds"][name] for name in ("matches", "transfers", "reservations")}

@@ -55,16 +55,18 @@ class EmbeddedChannel:
         }
 
     def call(self, call: calls.Call, timeout_s: float | None = None) -> Any | None:  # noqa: ANN401
-        if self._closed:
-            return None
         try:
+            if self._closed:
+                return None
             self._tick()
             act = self._acts.get(type(call))
             if act is not None:
                 return act(self.owner, call)
             return self._wait(call, self._timeout_s if timeout_s is None else timeout_s)
         except TierKVError as error:
-            self._note(f"{type(call).__name__} refused: {error}")
+            if str(error) != self.last_error:
+                self.last_error = str(error)
+                _log.warning("%s refused: %s", type(call).__name__, error)
             return None
 
     def post(self, call: calls.Call) -> None:
@@ -114,9 +116,3 @@ class EmbeddedChannel:
         if now >= self._due:
             self._due = now + self._control.tick()
         return self._due - now
-
-    def _note(self, message: str) -> None:
-        """Keep what went wrong, and log it when it is something new."""
-        if message != self.last_error:
-            self.last_error = message
-            _log.warning("%s", message)

@@ -1,9 +1,7 @@
 """The server's side of the socket, over a fake store: framing, owners, late answers, admission."""
 
 import contextlib
-import os
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -17,12 +15,9 @@ import pytest
 
 from tests.sidecars import Served, match_call, put_call, served, until
 from tierkv import calls
-from tierkv.errors import TierKVError
-from tierkv.settings import SocketSettings
 from tierkv_connectors import wire
 from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_service import server as server_module
-from tierkv_service.locks import Locks
 
 KEY = b"k" * 32
 
@@ -294,71 +289,6 @@ def test_too_many_connections_of_one_process(one: Served, monkeypatch: pytest.Mo
         _, kind, body = third.receive()
         assert kind == wire.PROBLEM
         assert "too many" in wire.PROBLEMS.decode(body).message
-
-
-def test_socket_modes(tmp_path: Path) -> None:
-    with served(tmp_path / "a" / "own.sock") as one:
-        assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(wire.arena_path(one.path).stat().st_mode) == 0o600
-    assert not one.path.exists()
-    with served(tmp_path / "group.sock", group="root") as one:
-        assert stat.S_IMODE(one.path.stat().st_mode) == 0o660
-    with served(tmp_path / "uids.sock", uids={os.getuid()}) as one:
-        assert stat.S_IMODE(one.path.stat().st_mode) == 0o666
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_other_uid_is_refused(tmp_path: Path) -> None:
-    program = """
-import os, socket, sys
-sock = socket.socket(socket.AF_UNIX)
-os.setuid(12345)
-sock.connect(sys.argv[1])
-sys.stdout.buffer.write(sock.recv(1000))
-"""
-    for folder in (tmp_path, *tmp_path.parents[:-2]):
-        folder.chmod(0o755)
-    with served(tmp_path / "s.sock", uids={0, 4321}) as one:
-        command = [sys.executable, "-c", program, str(one.path)]
-        done = subprocess.run(command, check=True, capture_output=True, timeout=30)
-        assert b"not one of [socket] uids" in done.stdout
-        assert one.server.counters["server_refused_connections"] == 1
-        assert ask(one.path) is not None
-
-
-def test_second_server_names_the_first(one: Served) -> None:
-    with pytest.raises(TierKVError, match=rf"pid {os.getpid()}"):
-        Locks(one.path, SocketSettings())
-
-
-def test_live_server_without_a_lock_file_is_noticed(one: Served) -> None:
-    wire.lock_path(one.path).unlink()
-    locks = Locks(one.path, SocketSettings())
-    with pytest.raises(TierKVError, match=rf"pid {os.getpid()} listens"):
-        locks.listen()
-    assert ask(one.path) is not None
-    os.close(locks._arena)
-    os.close(locks._lock)
-
-
-def test_stale_socket_is_replaced_and_other_files_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "s.sock"
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
-    with served(path) as one:
-        assert ask(one.path) is not None
-    path.write_text("mine")
-    locks = Locks(path, SocketSettings())
-    with pytest.raises(TierKVError, match="not a socket"):
-        locks.listen()
-    assert path.read_text() == "mine"
-    os.close(locks._arena)
-    os.close(locks._lock)
-
-
-def test_socket_path_too_long(tmp_path: Path) -> None:
-    with pytest.raises(TierKVError, match="longer than"):
-        Locks(tmp_path / ("x" * 120), SocketSettings())
 
 
 def test_posted_work_from_many_threads_runs_once_each(one: Served) -> None:

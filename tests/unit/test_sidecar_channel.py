@@ -1,32 +1,37 @@
-"""The engine's side of the socket, against sidecar processes that are stopped and killed."""
+"""The engine's side of the socket: timeouts, threads, forks, reconnecting."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.sidecars import Process, Served, match_call, put_call, served, sidecar, until
+from tests.sidecars import (
+    SIZE,
+    Process,
+    Served,
+    channel_of,
+    content,
+    key,
+    line,
+    load,
+    match_call,
+    put_call,
+    python,
+    served,
+    sidecar,
+    store,
+    until,
+)
 from tierkv import calls
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client, Transfer
-from tierkv.errors import TierKVError
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
 from tierkv_connectors import sidecar as sidecar_module
 from tierkv_connectors import wire
-from tierkv_connectors.private import PrivateSidecar
 from tierkv_connectors.sidecar import SidecarChannel, connect
-
-ROOT = str(Path(__file__).parents[2])
-SIZE = 4096
 
 
 @pytest.fixture
@@ -39,62 +44,6 @@ def real(tmp_path: Path) -> Iterator[Process]:
 def fake(tmp_path: Path) -> Iterator[Served]:
     with served(tmp_path / "s.sock") as running:
         yield running
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
-
-
-def content(number: int) -> bytes:
-    return np.random.default_rng(number).bytes(SIZE)
-
-
-def store(client: Client, number: int) -> int:
-    reservation = client.put(put_call(key(number)))
-    if reservation is None:
-        return 0
-    data, at = memoryview(content(number)), 0
-    for piece in reservation.payload(0):
-        count = min(len(piece), SIZE - at)
-        piece[:count] = data[at : at + count]
-        at += count
-    return reservation.commit([SIZE])
-
-
-def load(client: Client, number: int) -> bytes | None:
-    found = client.match(match_call(key(number)))
-    transfer = client.get(found.match, found.blocks) if found.blocks else None
-    if transfer is None:
-        return None
-    with transfer:
-        header = transfer.header(0)
-        assert header is not None
-        data = b"".join(transfer.payload(0, header))
-        return data if transfer.unchanged(0) else None
-
-
-def channel_of(client: Client) -> SidecarChannel:
-    channel = client._channel
-    assert isinstance(channel, SidecarChannel)
-    return channel
-
-
-def python(program: str, *args: str) -> "subprocess.Popen[bytes]":
-    head = f"import sys; sys.path.insert(0, {ROOT!r})\n"
-    head += "from tests.unit.test_sidecar_channel import *\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", head + program, *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    )
-
-
-def line(process: "subprocess.Popen[bytes]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().decode().strip()
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.communicate()
 
 
 def test_two_engines_at_once_share_blocks(real: Process) -> None:
@@ -209,158 +158,6 @@ def test_one_thread_waits_and_another_works(fake: Served) -> None:
     client.close()
 
 
-def test_killed_in_the_middle_of_a_put_leaves_nothing(real: Process) -> None:
-    program = """
-client = connect(sys.argv[1])
-reservation = client.put(put_call(key(1) + key(2)))
-reservation.payload(0)[0][:100] = bytes(100)
-print(len(reservation.units), flush=True)
-sys.stdin.read()
-"""
-    client = connect(real.path)
-    store(client, 9)
-    before = holds(client)
-    writer = python(program, str(real.path))
-    assert line(writer) == "2"
-    assert holds(client)["reservations"] == 1
-    end(writer)
-    assert until(lambda: holds(client) == before)
-    assert load(client, 1) is None
-    assert store(client, 1) == 1
-    assert load(client, 1) == content(1)
-    client.close()
-
-
-def holds(client: Client) -> dict[str, int]:
-    found = client.stat()
-    assert found is not None
-    return {name: found["holds"][name] for name in ("matches", "transfers", "reservations")}
-
-
-def test_killed_reader_lets_go(real: Process) -> None:
-    program = """
-client = connect(sys.argv[1])
-found = client.match(match_call(key(1)))
-transfer = client.get(found.match, 1)
-client.match(match_call(key(1)))
-print(transfer.units, flush=True)
-sys.stdin.read()
-"""
-    client = connect(real.path)
-    store(client, 1)
-    reader = python(program, str(real.path))
-    assert line(reader) == "1"
-    assert holds(client) == {"matches": 1, "transfers": 1, "reservations": 0}
-    end(reader)
-    assert until(lambda: not any(holds(client).values()))
-    client.close()
-
-
-def test_matched_and_never_fetched(real: Process) -> None:
-    """R14: leases end by their deadline, or with the connection; releasing twice does no harm."""
-    client, other = connect(real.path), connect(real.path)
-    store(client, 1)
-    for _ in range(8):
-        assert client.match(match_call(key(1), deadline_s=0.2)).blocks == 1
-    kept = other.match(match_call(key(1), deadline_s=60.0))
-    assert holds(client)["matches"] == 9
-    assert until(lambda: holds(client)["matches"] == 1)
-    channel = channel_of(other)
-    for _ in range(3):
-        channel.post(calls.ReleaseCall(match=kept.match))
-    other.match(match_call(key(1), deadline_s=60.0))
-    other.close()
-    assert until(lambda: holds(client)["matches"] == 0)
-    assert load(client, 1) == content(1)
-    client.close()
-
-
-def test_sidecar_killed_while_a_client_works(real: Process) -> None:
-    client = connect(real.path, timeout_s=1.0)
-    assert store(client, 1) == 1
-    slowest, hits, misses, stop = 0.0, 0, 0, threading.Event()
-
-    def work() -> None:
-        nonlocal slowest, hits, misses
-        while not stop.is_set():
-            start = time.monotonic()
-            found = load(client, 1)
-            slowest = max(slowest, time.monotonic() - start)
-            if found is None:
-                misses += 1
-            else:
-                assert found == content(1)
-                hits += 1
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    assert until(lambda: hits > 100)
-    real.kill()
-    assert until(lambda: misses > 100)
-    real.start()
-    assert until(lambda: channel_of(client).counters.reconnects == 2)
-    hits = 0
-    assert until(lambda: store(client, 1) == 1)
-    assert until(lambda: hits > 100)
-    stop.set()
-    worker.join(5)
-    assert slowest < 1.5
-    client.close()
-
-
-def test_borrowed_arena_outlives_the_sidecar_and_blocks_the_next(real: Process) -> None:
-    client = connect(real.path)
-    store(client, 1)
-    found = client.match(match_call(key(1)))
-    transfer = client.get(found.match, 1)
-    assert transfer is not None
-    real.kill()
-    assert until(lambda: client.match(match_call(key(1))).blocks == 0)
-    header = transfer.header(0)
-    assert header is not None
-    assert b"".join(transfer.payload(0, header)) == content(1)
-    real.start(wait=False)
-    assert until(lambda: f"pid {os.getpid()} to let go" in real.said(), 15)
-    assert not real.listens()
-    assert client.match(match_call(key(1))).blocks == 0
-    transfer.close()
-    assert until(real.listens)
-    assert until(lambda: store(client, 2) == 1)
-    client.close()
-
-
-def test_idle_client_lets_go_by_itself(real: Process) -> None:
-    """R15: the memory of a killed sidecar is nobody's, so that the next one starts at once."""
-    client = connect(real.path)
-    assert store(client, 1) == 1
-    for _ in range(2):
-        real.kill()
-        real.start()
-        assert "to let go" not in real.said()
-    client.close()
-
-
-def test_arena_wait_ends_with_the_pids(tmp_path: Path) -> None:
-    with sidecar(tmp_path, arena_wait_s=0.3) as one:
-        client = connect(one.path)
-        reservation = client.put(put_call(key(1)))
-        assert reservation is not None
-        one.kill()
-        one.start(wait=False)
-        assert one.process.wait(30) != 0
-        assert f"still mapped by pid {os.getpid()}" in one.said()
-        reservation.abort()
-        client.close()
-
-
-def test_second_sidecar_names_the_first(real: Process, tmp_path: Path) -> None:
-    second = Process(tmp_path)
-    second.start(wait=False)
-    assert second.process.wait(30) != 0
-    assert f"another sidecar (pid {real.process.pid})" in second.said()
-    assert real.listens()
-
-
 def test_views_kept_after_close_keep_the_lock(fake: Served) -> None:
     client = Client(SidecarChannel(fake.path))
     reservation = client.put(put_call(key(1)))
@@ -459,46 +256,6 @@ def test_backoff_grows_and_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert min(waits[7:]) >= 1.0
 
 
-def test_sigterm_is_a_clean_end(real: Process) -> None:
-    client = connect(real.path)
-    store(client, 1)
-    assert real.stop() == 0
-    assert not real.path.exists()
-    assert load(client, 1) is None
-    real.start()
-    assert until(lambda: store(client, 1) == 1)
-    client.close()
-
-
-def test_private_sidecar_ends_with_its_process(tmp_path: Path) -> None:
-    program = """
-from tierkv_connectors.private import PrivateSidecar
-one = PrivateSidecar(Settings(host=HostSettings(size_bytes=32 << 20)))
-print(one.pid, one.path, flush=True)
-sys.stdin.read()
-"""
-    engine = python(program)
-    pid, path = line(engine).split()
-    client = connect(path)
-    assert store(client, 1) == 1
-    end(engine)
-    assert until(lambda: not Path(path).parent.exists(), 15)
-    assert until(lambda: not Path(f"/proc/{pid}").exists(), 15)
-    client.close()
-
-
-def test_private_sidecar_is_closed_and_refuses_what_cannot_be() -> None:
-    one = PrivateSidecar(Settings(host=HostSettings(size_bytes=32 << 20)))
-    client = connect(one.path)
-    assert store(client, 1) == 1
-    client.close()
-    one.close()
-    one.close()
-    assert not one.path.parent.exists()
-    with pytest.raises(TierKVError, match="did not start"):
-        PrivateSidecar(Settings(host=HostSettings(size_bytes=1 << 50)))
-
-
 def test_embedded_channel_answers_the_same(fake: Served) -> None:
     one = fake.store
     client = Client(EmbeddedChannel(one, one.arena.view, timeout_s=0.1))
@@ -516,12 +273,3 @@ def test_embedded_channel_answers_the_same(fake: Served) -> None:
     transfer.close()
     assert one.log[-1] == ("disown", 1)
     assert client.match(match_call(key(1))).blocks == 0
-
-
-def test_second_sigterm_ends_at_once(tmp_path: Path) -> None:
-    one = Process(tmp_path)
-    one.start(before="from tierkv.cache import TierKV; TierKV.close = lambda *_: time.sleep(60)")
-    one.process.send_signal(signal.SIGTERM)
-    assert until(lambda: "stopping" in one.said())
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(5) == 128 + signal.SIGTERM
