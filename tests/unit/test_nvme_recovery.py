@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frames import make_frame
+from tests.frames import Sample, make_frame
 from tests.nvme_tiers import (
     MIB,
     REGION,
@@ -24,7 +24,8 @@ from tests.nvme_tiers import (
 from tierkv.tier import ALIGN, DONE, Status
 from tierkv.tiers import region_index
 from tierkv.tiers.generations import FILE_NAME
-from tierkv.tiers.region_log import FRONT_BYTES, LOCK_NAME, LOG_NAME
+from tierkv.tiers.nvme import NvmeTier
+from tierkv.tiers.region_log import FRONT_BYTES, LOCK_NAME, LOG_NAME, TAIL_NAME
 from tierkv.tiers.regions import ROWS
 
 
@@ -51,7 +52,7 @@ def test_r18_content_and_use_survive_stop_and_kill(open_tier: Open, tmp_path: Pa
     on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
     assert on_disk <= 2 * MIB + 8 * REGION
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [LOG_NAME, LOCK_NAME, FILE_NAME]
+        [LOG_NAME, LOCK_NAME, TAIL_NAME, FILE_NAME]
     )
 
 
@@ -65,6 +66,48 @@ def test_the_open_region_is_continued(open_tier: Open) -> None:
         expected[key(frame)] = locator
         tier.close()
     assert {(at - FRONT_BYTES) // REGION for at in expected.values()} == {0}
+
+
+def test_rows_in_the_tail_are_put_in_their_place(open_tier: Open, tmp_path: Path) -> None:
+    tier = open_tier(regions=2)
+    frames = [make_frame(n, nbytes=5_000) for n in range(ROWS + 3)]
+    places = put(tier, *frames)
+    tier.close()
+    again = open_tier(regions=2)
+    assert set(found(again).values()) == set(places)
+    again.close()
+    assert not any((tmp_path / TAIL_NAME).read_bytes())
+    assert set(found(open_tier(regions=2)).values()) == set(places)
+
+
+def test_the_tail_of_an_earlier_log_is_dropped(
+    open_tier: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(regions=2)
+    put(tier, make_frame(1))
+    tier.close()
+    (tmp_path / LOG_NAME).write_bytes(b"")
+    tier = open_tier(regions=2)
+    write_and_kill(tier, make_frame(2), monkeypatch)
+    tier = open_tier(regions=2)
+    assert found(tier) == {}
+    put(tier, make_frame(3))
+
+
+def write_and_kill(tier: NvmeTier, frame: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a frame and end between its bytes and its row."""
+
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    locator = tier.reserve(frame.nbytes)
+    assert locator == FRONT_BYTES
+    item = frame.item(locator)
+    with monkeypatch.context() as patch:
+        patch.setattr(region_index.IndexWriter, "append", kill)
+        with pytest.raises(KeyboardInterrupt):
+            tier.write([item])
+    tier.close()
 
 
 def test_a_hole_loses_nothing_after_it(open_tier: Open) -> None:
@@ -103,18 +146,7 @@ def test_a_kill_between_frames_and_rows_finds_neither_life(
     for place in fill(tier):
         tier.free(place, 100_000)
     tier.release(0)
-    frame = make_frame(10_000, nbytes=100_000)
-    locator = tier.reserve(100_000)
-    assert locator == FRONT_BYTES
-
-    def kill(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(region_index.IndexWriter, "append", kill)
-    with pytest.raises(KeyboardInterrupt):
-        tier.write([frame.item(locator)])
-    monkeypatch.undo()
-    tier.close()
+    write_and_kill(tier, make_frame(10_000, nbytes=100_000), monkeypatch)
     again = open_tier(regions=2)
     assert min(found(again).values()) >= FRONT_BYTES + REGION
     put(again, make_frame(2))

@@ -1,6 +1,7 @@
 """NvmeTier: frames in one preallocated file, appended region by region past the page cache.
 
     tierkv.log            superblock, then regions (`regions`, `region_index`, `region_log`)
+    tierkv.tail           the index block that is filling up
     tierkv.lock           the pid of the process that has the log (the lock itself is on the log)
     tierkv.generations    the minimum generations (`generations`)
 
@@ -29,7 +30,7 @@ from tierkv.errors import invalid, unavailable
 from tierkv.tier import ALIGN, DONE, FOUND, FrameId, Item, Outcome, Region, Space, Status
 from tierkv.tiers.budget import WriteBudget
 from tierkv.tiers.generations import Generations
-from tierkv.tiers.region_index import IndexWriter, recover, row_of
+from tierkv.tiers.region_index import IndexWriter, recover, row_of, settle
 from tierkv.tiers.region_log import (
     FRONT_BYTES,
     MAX_REGION_BYTES,
@@ -39,7 +40,7 @@ from tierkv.tiers.region_log import (
 from tierkv.tiers.regions import Regions, rounded
 
 SIDE_BYTES = 1 << 20
-"""Set aside in the cap for the lock file and the generations."""
+"""Set aside in the cap for the tail, the lock file and the generations."""
 LEAST_REGIONS = 2
 
 _CLOSED = Outcome(Status.FAILED, "the tier is closed")
@@ -133,6 +134,7 @@ class NvmeTier:
         self._index = IndexWriter(log, self._regions)
         self._unsynced: set[int] = set()
         """Regions whose last index block must not be rewritten once it is safe."""
+        settle(log, self._regions)
         found = recover(log, self._regions)
         self._regions.adopt(found.lives, found.reopen, found.last)
         self._found = found.rows
@@ -217,6 +219,9 @@ class NvmeTier:
             if not self._log.enter():
                 raise OSError(errno.EBADF, _CLOSED.detail)
             try:
+                outcome = self._index.flush()
+                if outcome is not DONE:
+                    raise OSError(errno.EIO, outcome.detail)
                 self._log.sync()
             finally:
                 self._log.leave()

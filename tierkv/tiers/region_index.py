@@ -5,8 +5,9 @@
 A block names the region, its position and the region's sequence, and has a checksum, so a block of
 an earlier life, or one that is torn, ends the index. Frames are written first, their rows after,
 and only then is a write acknowledged: a kill between the two leaves bytes that no row names, never
-a row without bytes. The first write into a region that is used again puts an empty block 0 over the
-old one, before any old frame is overwritten. (docs/FORMAT.md has every byte.)
+a row without bytes. The block that is filling up is kept in the log's tail, and put in its place
+when it is full. The first write into a region that is used again puts an empty block 0 over the old
+one, before any old frame is overwritten. (docs/FORMAT.md has every byte.)
 """
 
 import mmap
@@ -74,7 +75,11 @@ def row_of(header: frame.Header, locator: int, nbytes: int) -> bytes:
 
 
 class IndexWriter:
-    """Writes index blocks; used by one thread at a time."""
+    """Writes index blocks; used by one thread at a time.
+
+    While a block fills up it goes to the log's tail, and to its place when it is full, when another
+    one is begun, and at `flush`. `settle` puts it there after a kill.
+    """
 
     def __init__(self, log: RegionLog, regions: Regions) -> None:
         self._log = log
@@ -82,11 +87,15 @@ class IndexWriter:
         self._block = memoryview(mmap.mmap(-1, ALIGN))
         self._at = (-1, 0, 0)
         """Region, sequence and position of what is in `_block`."""
+        self._owed = False
+        """Whether the tail has rows that the block's place has not."""
 
     def start(self, number: int, sequence: int) -> Outcome:
         """Put an empty index over an earlier life's."""
-        self._clear(number, sequence, 0)
-        outcome = self._write(0)
+        outcome = self._begin(number, sequence, 0)
+        if outcome is DONE:
+            self._pack(0)
+            outcome = self._write_home()
         if outcome is DONE:
             self._regions.mark(number)
         return outcome
@@ -104,17 +113,24 @@ class IndexWriter:
             data = b"".join(rows[at - place.first :][:count])
             begin = _HEAD.itemsize + slot * _ROW_BYTES
             self._block[begin : begin + len(data)] = data
-            outcome = self._write(slot + count)
+            self._pack(slot + count)
+            self._owed = True
+            full = slot + count == ROWS
+            outcome = self._write_home() if full else self._log.write_tail(self._block)
             if outcome is not DONE:
                 return outcome
             at += count
         return DONE
 
+    def flush(self) -> Outcome:
+        """Put the block that is filling up in its place."""
+        return self._write_home() if self._owed else DONE
+
     def _load(self, number: int, sequence: int, position: int, slot: int) -> Outcome:
         """Make a block current: a new one, or one that has `slot` rows already."""
-        self._clear(number, sequence, position)
-        if not slot:
-            return DONE
+        outcome = self._begin(number, sequence, position)
+        if outcome is not DONE or not slot:
+            return outcome
         outcome = self._log.read([self._block], _offset(self._regions, number, position))
         block = np.frombuffer(self._block, _BLOCK)
         if outcome is DONE and _sound(block, number, position)[0]:
@@ -122,15 +138,56 @@ class IndexWriter:
         self._at = (-1, 0, 0)
         return Outcome(Status.FAILED, f"the index does not read back: {outcome.detail}")
 
-    def _clear(self, number: int, sequence: int, position: int) -> None:
-        self._block[:] = bytes(ALIGN)
-        self._at = (number, sequence, position)
+    def _begin(self, number: int, sequence: int, position: int) -> Outcome:
+        """Make an empty block current, once the one before is in its place."""
+        outcome = self.flush()
+        if outcome is DONE:
+            self._block[:] = bytes(ALIGN)
+            self._at = (number, sequence, position)
+        return outcome
 
-    def _write(self, count: int) -> Outcome:
+    def _pack(self, count: int) -> None:
         number, sequence, position = self._at
         _HEAD_PACK.pack_into(self._block, 0, 0, _MAGIC, number, sequence, position, count)
         struct.pack_into("<Q", self._block, 0, xxhash.xxh3_64_intdigest(self._block[8:]))
-        return self._log.write([self._block], _offset(self._regions, number, position))
+
+    def _write_home(self) -> Outcome:
+        number, _, position = self._at
+        outcome = self._log.write([self._block], _offset(self._regions, number, position))
+        self._owed = self._owed and outcome is not DONE
+        return outcome
+
+
+def settle(log: RegionLog, regions: Regions) -> None:
+    """Put the block that a kill left in the tail in its place, if that life of its region goes on.
+
+    Then the tail is emptied: its region and sequence may mean another life one day.
+    """
+    tail = memoryview(mmap.mmap(-1, ALIGN))
+    if log.read_tail(tail) is not DONE:
+        return
+    head = np.frombuffer(tail, _BLOCK)["head"][0]
+    number, position = int(head["region"]), int(head["position"])
+    inside = number < regions.count and position < regions.largest // ALIGN
+    if inside and _sound(np.frombuffer(tail, _BLOCK), number, position)[0]:
+        begun = _read_block(log, regions, number, 0)
+        there = _read_block(log, regions, number, position)
+        goes_on = begun is not None and begun["sequence"] == head["sequence"]
+        same = there is not None and there["sequence"] == head["sequence"]
+        rows = int(there["count"]) if there is not None and same else -1
+        offset = _offset(regions, number, position)
+        if goes_on and rows < head["count"] and log.write([tail], offset) is not DONE:
+            return
+    log.write_tail(memoryview(bytes(ALIGN)))
+
+
+def _read_block(log: RegionLog, regions: Regions, number: int, position: int) -> np.void | None:
+    """Return the head of a block, None when it is not sound."""
+    block = memoryview(mmap.mmap(-1, ALIGN))
+    outcome = log.read([block], _offset(regions, number, position))
+    blocks = np.frombuffer(block, _BLOCK)
+    whole = outcome is DONE and _sound(blocks, number, position)[0]
+    return blocks["head"][0] if whole else None
 
 
 class Recovered(NamedTuple):

@@ -1,5 +1,9 @@
 """RegionLog: one preallocated, locked file, read and written past the page cache where possible.
 
+Beside it lies the tail: one block, written through the page cache, where it survives a kill at a
+tenth of what a direct write costs. A file of its own, because a buffered write would wait for all
+direct reads of the log, and new ones for it.
+
 It knows the superblock and the file's size; what lies in the regions is `region_index`'s matter.
 Reads and writes go straight from and to the caller's pieces (`tier` says how they are aligned).
 """
@@ -22,6 +26,7 @@ from tierkv.tier import ALIGN, DONE, Outcome, Status
 
 LOG_NAME = "tierkv.log"
 LOCK_NAME = "tierkv.lock"
+TAIL_NAME = "tierkv.tail"
 FRONT_BYTES = 1 << 20
 """Bytes before the first region: the superblock, and alignment to 1 MiB."""
 VERSION = 1
@@ -55,6 +60,7 @@ class RegionLog:
         self.preallocated = False
         """Whether every block is reserved; otherwise a write can find the volume full."""
         self.size = 0
+        self._tail = -1
         self._users = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -65,6 +71,7 @@ class RegionLog:
         try:
             _lock_file(self._fd, folder)
             with _as_unavailable(f"cannot use {self.path}"):
+                self._tail = _open_tail(folder / TAIL_NAME)
                 self.region_bytes = self._read_superblock()
                 if direct:
                     self._open_direct()
@@ -183,6 +190,16 @@ class RegionLog:
             return Outcome(Status.FULL, _reason(failure))
         return Outcome(Status.FAILED, _reason(failure)) if failure else DONE
 
+    def write_tail(self, block: memoryview) -> Outcome:
+        """Replace the tail by a block of 4096 bytes."""
+        failure = _transfer(os.pwritev, self._tail, [block], 0)
+        return Outcome(Status.FAILED, _reason(failure)) if failure else DONE
+
+    def read_tail(self, block: memoryview) -> Outcome:
+        """Fill a block of 4096 bytes from the tail."""
+        failure = _transfer(os.preadv, self._tail, [block], 0)
+        return Outcome(Status.FAILED, _reason(failure)) if failure else DONE
+
     def sync(self) -> None:
         """Make finished writes survive a power loss. Raises: OSError."""
         os.fdatasync(self._io)
@@ -190,11 +207,14 @@ class RegionLog:
     def fault(self) -> str:
         """Return why what is written now would not be found at the next start, or ""."""
         try:
-            there, ours = self.path.stat(), os.fstat(self._fd)
+            there = self.path.stat()
+            same = os.path.samestat(there, os.fstat(self._fd)) and os.path.samestat(
+                self.path.with_name(TAIL_NAME).stat(), os.fstat(self._tail)
+            )
         except OSError as error:
-            return f"{self.path}: {error.strerror}"
-        if not os.path.samestat(there, ours):
-            return f"{self.path} was replaced by another file"
+            return f"{error.filename or self.path}: {error.strerror}"
+        if not same:
+            return f"{self.path} or its tail was replaced by another file"
         if there.st_size < self.size:
             return f"{self.path} was cut to {there.st_size} of {self.size} bytes"
         return ""
@@ -223,7 +243,7 @@ class RegionLog:
         return volume.f_bavail * volume.f_frsize
 
     def _close_files(self) -> None:
-        for fd in {self._io, self._fd}:
+        for fd in {self._io, self._fd, self._tail} - {-1}:
             os.close(fd)
 
 
@@ -253,6 +273,20 @@ def _lock_file(fd: int, folder: Path) -> None:
         ) from error
     with suppress(OSError):  # on a full volume the lock holds without its note
         path.write_text(f"{os.getpid()}\n", encoding="ascii")
+
+
+def _open_tail(path: Path) -> int:
+    """Open the tail, its block on the disk, so that it never needs room again. Raises: OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if os.fstat(fd).st_size != ALIGN:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, bytes(ALIGN), 0)
+            os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _taken(path: Path, folder: Path) -> TierKVError:
