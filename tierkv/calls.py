@@ -56,6 +56,18 @@ class MatchCall(Call, frozen=True, tag="match"):
     linear: float = 0.0
     quadratic: float = 0.0
     deadline_s: float = 10.0
+    fetch: bool = False
+    """Turn the lease into a transfer at once when the answer is final: saves a round trip."""
+
+
+class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the frames lie; transfer 0: the lease is gone, a miss."""
+
+    transfer: int
+    run_counts: bytes = b""
+    runs: bytes = b""
+    verify: bool = False
+    """Compare the payload checksums of these frames."""
 
 
 class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -69,6 +81,8 @@ class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     recompute_s: float = 0.0
     sources: dict[str, int] = {}
     """Blocks of the answer by the tier they came from."""
+    got: GetReply | None = None
+    """The transfer of all `blocks`, when the call asked to fetch; its lease is closed then."""
 
 
 class WaitCall(Call, frozen=True, tag="wait"):
@@ -92,16 +106,6 @@ class GetCall(Call, frozen=True, tag="get"):
 
     match: int
     blocks: int
-
-
-class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where the frames lie; transfer 0: the lease is gone, a miss."""
-
-    transfer: int
-    run_counts: bytes = b""
-    runs: bytes = b""
-    verify: bool = False
-    """Compare the payload checksums of these frames."""
 
 
 class PutCall(Call, frozen=True, tag="put"):

@@ -107,9 +107,9 @@ class Transfer:
         """Let the store have the frames back. Idempotent."""
         if self._number:
             self._frames = []
-            self._channel.give_back()
             self._channel.post(ReleaseCall(transfer=self._number))
             self._number = 0
+            self._channel.give_back()
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -155,23 +155,21 @@ class Reservation:
             for index, length in enumerate(lengths)
             if self._seal
         ]
-        self._end()
+        self._frames = []
         data = struct.pack(f"<{len(lengths)}q", *lengths)
         call = CommitCall(reservation=self.number, lengths=data, checksums=b"".join(sums))
         reply = self._channel.call(call)
         self.number = 0
+        self._channel.give_back()
         return reply.units if isinstance(reply, Done) else 0
 
     def abort(self) -> None:
         """Give everything up. Idempotent."""
         if self.number:
-            self._end()
+            self._frames = []
             self._channel.post(AbortCall(reservation=self.number))
             self.number = 0
-
-    def _end(self) -> None:
-        self._frames = []
-        self._channel.give_back()
+            self._channel.give_back()
 
 
 class Client:
@@ -180,13 +178,21 @@ class Client:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._open: dict[int, MatchCall] = {}
+        self._fetched: dict[int, Transfer] = {}
 
     def match(self, call: MatchCall) -> MatchReply:
         """Return the longest usable run; `pending` when more is on its way (see `wait`)."""
+        arena = self._channel.borrow() if call.fetch else None
         reply = self._channel.call(call)
+        got = reply.got if isinstance(reply, MatchReply) else None
+        if arena is not None and (got is None or not got.transfer):
+            self._channel.give_back()
         if not isinstance(reply, MatchReply):
             return MISS
-        if reply.match:
+        if got is not None and arena is not None and got.transfer:
+            frames = _cut_frames(arena, got.run_counts, got.runs)
+            self._fetched[reply.match] = Transfer(self._channel, got, call, frames)
+        elif reply.match:
             self._open[reply.match] = call
         return reply
 
@@ -199,11 +205,20 @@ class Client:
 
     def release(self, match: int) -> None:
         """End a match that will not be fetched. Idempotent."""
+        fetched = self._fetched.pop(match, None)
+        if fetched is not None:
+            fetched.close()
         if self._open.pop(match, None) is not None:
             self._channel.post(ReleaseCall(match=match))
 
     def get(self, match: int, blocks: int) -> Transfer | None:
-        """Turn a final match into a transfer of its first `blocks` blocks; None is a miss."""
+        """Turn a final match into a transfer of its first `blocks` blocks; None is a miss.
+
+        A match that was asked to fetch has its transfer already, of all its blocks.
+        """
+        fetched = self._fetched.pop(match, None)
+        if fetched is not None:
+            return fetched
         call = self._open.pop(match, None)
         arena = self._channel.borrow() if call is not None else None
         if call is None or arena is None:

@@ -8,9 +8,11 @@ units on their way are noted in `_arriving` with the matches that want them. Cal
 store's lock.
 """
 
-from collections import Counter
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE
@@ -42,7 +44,8 @@ class Match:
     final: bool = False
     eta_s: float = 0.0
     waited_s: float = 0.0
-    sources: Counter[str] = field(default_factory=Counter)
+    sources: dict[str, int] = field(default_factory=dict)
+    """Units held, by the tier they came from."""
     waiters: list[Done] = field(default_factory=list)
 
     @property
@@ -63,7 +66,7 @@ class Matches:
         self.transfers: dict[int, tuple[int, list[int]]] = {}
         self.arriving: dict[int, list[int]] = {}
         """RAM row on its way -> numbers of the matches that want it."""
-        self._next = 1
+        self._next = secrets.randbits(48)
         self.on_pending: Callable[[Match, list[int]], None] = lambda _match, _heads: None
         """Told of each match that RAM did not answer whole; may stage for it."""
 
@@ -77,14 +80,9 @@ class Matches:
         match = Match(self._next, owner, call, namespace, keys, parts, deadline, store.clock())
         self._next += 1
         heads = store.heads(keys, parts)
-        store.touch(heads)
+        match.rows = store.look(heads, call.fidelity, namespace)
         store.totals["matches"] += 1
         store.totals["asked_blocks"] += len(keys)
-        for head in heads:
-            row = store.ready_in(RAM, head, call.fidelity, namespace)
-            if row == NONE:
-                break
-            match.rows.append(row)
         del match.rows[len(match.rows) // len(parts) * len(parts) :]
         store.catalog.hold(match.rows)
         match.sources["host"] = len(match.rows)
@@ -93,7 +91,11 @@ class Matches:
             self.on_pending(match, heads)
         if not match.pending:
             self.finish(match)
-        return self.reply(match)
+        reply = self.reply(match)
+        if not call.fetch or match.pending or not match.rows:
+            return reply
+        got = self.get(owner, GetCall(match=match.number, blocks=match.blocks))
+        return msgspec.structs.replace(reply, got=got)
 
     def wait(self, owner: int, number: int, done: Done) -> None:
         """Call `done` when the match is final."""
@@ -123,7 +125,7 @@ class Matches:
             if usable and self._store.answers(row, match.call.fidelity, match.namespace):
                 self._store.catalog.hold([row])
                 match.rows[unit] = row
-                match.sources[source] += 1
+                match.sources[source] = match.sources.get(source, 0) + 1
             if not match.awaited:
                 self.finish(match)
 

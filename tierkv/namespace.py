@@ -1,5 +1,6 @@
 """Namespaces: names, digests and minimum generations, as numbers that columns can hold."""
 
+import functools
 import hashlib
 import re
 
@@ -12,6 +13,7 @@ DIGEST_BYTES = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+@functools.lru_cache(1024)
 def digest_of(name: str) -> bytes:
     """Return the 16 bytes that frames carry. Raises: TierKVError (invalid) for a bad name."""
     if not _NAME.fullmatch(name):

@@ -1,5 +1,6 @@
 """Puts: from offered blocks to reserved pages, and from written pages to visible blocks."""
 
+import secrets
 from array import array
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Puts:
         self._store = store
         self._write_behind = write_behind
         self.open: dict[int, _Reservation] = {}
-        self._next = 1
+        self._next = secrets.randbits(48)
 
     def put(self, owner: int, call: PutCall) -> PutReply:
         """Plan a put and reserve what it may write. Raises: TierKVError (invalid)."""
@@ -58,11 +59,11 @@ class Puts:
         store.totals["known_units"] += plan_known
         store.counters["put_refused_full"] += plan.refused
         if not plan.units:
-            store.touch(heads)
+            store.look(heads, call.fidelity, namespace)
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
         rows = self._begin(call, keys, parts, plan, raw)
-        store.touch(store.heads(keys, parts))
+        store.look(store.heads(keys, parts), call.fidelity, namespace)
         store.check()
         number, self._next = self._next, self._next + 1
         seal = store.settings.verify == "always"

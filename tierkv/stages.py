@@ -205,7 +205,7 @@ class Stages:
             elif catalog.state[source] == READY:
                 catalog.hold([source])
                 match.rows[unit] = source
-                match.sources["host"] += 1
+                match.sources["host"] = match.sources.get("host", 0) + 1
                 chain.append(source)
                 continue
             chain.append(target)

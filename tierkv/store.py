@@ -28,6 +28,8 @@ from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
 
 RAM = 0
+MAX_PARTS = 4096
+"""Sets of parts that calls may name; models times ranks, with room to spare."""
 READ_FAILURES = 3
 OFF_S = 5.0
 IO_DEADLINE_S = 5.0
@@ -103,6 +105,7 @@ class Store:
         self.clock = clock
         self.settings = settings
         self.namespaces = Namespaces()
+        self._parts: dict[bytes, list[int]] = {}
         self.counters: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
@@ -147,17 +150,37 @@ class Store:
             and catalog.profile[row] > 0
         )
 
+    def look(self, heads: Rows, fidelity: int, namespace: int) -> list[int]:
+        """Note that a whole chain was used, in every tier that holds any of it.
+
+        Returns: the RAM placements that may answer, from the head to the first gap.
+        """
+        tier, state, sibling = self.catalog.tier, self.catalog.state, self.catalog.sibling
+        every: list[int] = []
+        ready: list[int] = []
+        gap = False
+        for head in heads:
+            row, found = head, NONE
+            while row != NONE:
+                every.append(row)
+                if tier[row] == RAM:
+                    found = row
+                row = sibling[row]
+            if not gap and found != NONE and state[found] == READY:
+                gap = not self.answers(found, fidelity, namespace)
+            else:
+                gap = True
+            if not gap:
+                ready.append(found)
+        self.policy.touched(self.catalog, every)
+        return ready
+
     def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
         """Return a unit's ready placement in a tier that may answer, NONE where there is none."""
         row = self.catalog.in_tier(head, tier)
         if row == NONE or self.catalog.state[row] != READY:
             return NONE
         return row if self.answers(row, fidelity, namespace) else NONE
-
-    def touch(self, heads: Rows) -> None:
-        """Note that a whole chain was used, in every tier that holds any of it."""
-        catalog = self.catalog
-        self.policy.touched(catalog, [row for head in heads for row in catalog.copies(head)])
 
     def drop(self, rows: Rows) -> None:
         """Make ready placements invisible now; held ones keep their space until the unhold."""
@@ -245,10 +268,16 @@ class Store:
 
     def parts_of(self, packed: bytes) -> list[int]:
         """Return part numbers of a call. Raises: TierKVError (invalid)."""
-        if not packed or len(packed) % PACKED_BYTES:
-            raise invalid(f"parts are n x {PACKED_BYTES} bytes, not {len(packed)}")
-        cut = range(0, len(packed), PACKED_BYTES)
-        return [self.catalog.part_number(Part.unpack(packed[at : at + PACKED_BYTES])) for at in cut]
+        known = self._parts.get(packed)
+        if known is None:
+            if not packed or len(packed) % PACKED_BYTES:
+                raise invalid(f"parts are n x {PACKED_BYTES} bytes, not {len(packed)}")
+            cut = [packed[at : at + PACKED_BYTES] for at in range(0, len(packed), PACKED_BYTES)]
+            if len(set(cut)) < len(cut) or len(self._parts) >= MAX_PARTS:
+                raise invalid(f"a call names each part once, and all at most {MAX_PARTS}")
+            known = [self.catalog.part_number(Part.unpack(one)) for one in cut]
+            self._parts[packed] = known
+        return known
 
 
 def keys_of(packed: bytes, parts: int) -> list[bytes]:

@@ -66,6 +66,8 @@ def append(out: bytearray, sequence: int, kind: int, body: Any) -> None:  # noqa
 def undo(reply: object) -> calls.Call | None:
     """Return the call that gives back what a reply handed out, None when that is nothing."""
     match reply:
+        case calls.MatchReply(got=calls.GetReply(transfer=number)) if number:
+            return calls.ReleaseCall(transfer=number)
         case calls.MatchReply(match=number) if number:
             return calls.ReleaseCall(match=number)
         case calls.GetReply(transfer=number) if number:
