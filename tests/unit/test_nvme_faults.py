@@ -27,7 +27,7 @@ from tierkv.errors import ErrorKind, TierKVError
 from tierkv.tier import DONE, FrameId, Item, Outcome, Status
 from tierkv.tiers import region_log
 from tierkv.tiers.generations import FILE_NAME
-from tierkv.tiers.region_log import FRONT_BYTES, LOG_NAME
+from tierkv.tiers.region_log import FRONT_BYTES, LOG_NAME, TAIL_NAME
 
 
 @pytest.fixture
@@ -82,6 +82,20 @@ def test_r11_the_file_is_damaged_under_us(
         assert name == key(frames[at])
         assert get(again, frames[at], at) is DONE
     put(again, make_frame(1))
+
+
+def test_r11_without_its_tail_a_write_is_not_done(open_tier: Open, tmp_path: Path) -> None:
+    tier = open_tier()
+    (place,) = put(tier, one := make_frame(1))
+    tier.sync(power=True)
+    (tmp_path / TAIL_NAME).unlink()
+    locator = tier.reserve(10_000)
+    assert locator is not None
+    assert tier.write([make_frame(2).item(locator)])[0].status is Status.FAILED
+    assert get(tier, one, place) is DONE
+    assert "tail" in tier.probe()
+    tier.close()
+    assert found(open_tier()) == {key(one): place}
 
 
 def test_r11_lost_generations_empty_the_log(open_tier: Open, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class RegionLog:
         """Whether every block is reserved; otherwise a write can find the volume full."""
         self.size = 0
         self._tail = -1
+        self._tail_path = folder / TAIL_NAME
         self._users = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class RegionLog:
         try:
             _lock_file(self._fd, folder)
             with _as_unavailable(f"cannot use {self.path}"):
-                self._tail = _open_tail(folder / TAIL_NAME)
+                self._tail = _open_tail(self._tail_path)
                 self.region_bytes = self._read_superblock()
                 if direct:
                     self._open_direct()
@@ -209,7 +210,7 @@ class RegionLog:
         try:
             there = self.path.stat()
             same = os.path.samestat(there, os.fstat(self._fd)) and os.path.samestat(
-                self.path.with_name(TAIL_NAME).stat(), os.fstat(self._tail)
+                self._tail_path.stat(), os.fstat(self._tail)
             )
         except OSError as error:
             return f"{error.filename or self.path}: {error.strerror}"
