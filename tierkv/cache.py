@@ -7,6 +7,7 @@ Every method takes the lock for microseconds; I/O happens on the executor's lane
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -62,6 +63,10 @@ class TierKV:
         self._health = Health(self._store)
         self._started = clock()
         self._closed = False
+        for low in self._store.lower:
+            for digest, generation in low.tier.generations().items():
+                self._store.namespaces.raise_to(digest, generation)
+                self._store.persist(digest, generation)
         for low in self._store.lower:
             self._recover(low)
         self._grow()
@@ -142,18 +147,22 @@ class TierKV:
         """Raise the namespace's generation everywhere, then drop what is below it."""
         store, digest = self._store, digest_of(call.namespace)
         with store.lock:
-            generation = store.namespaces.generation(digest) + 1
-            store.namespaces.raise_to(digest, generation)
-            removed = self._drop_below(store.namespaces.number(digest))
+            first = store.namespaces.generation(digest) + 1
+            removed = Counter(store.clear_below(digest, first))
 
         def persist() -> None:
-            failed: dict[str, str] = {}
+            generation, failed = first, {}
+            for low in store.lower:  # above every clear that others made before this one
+                if low.shared is not None:
+                    generation = max(generation, low.tier.generations().get(digest, 0) + 1)
+            with store.lock:
+                removed.update(store.clear_below(digest, generation))
             for low in store.lower:
                 try:
                     low.tier.raise_generation(digest, generation)
                 except OSError as error:
                     failed[low.name] = str(error)
-            done(calls.ClearReply(generation=generation, removed=removed, failed=failed))
+            done(calls.ClearReply(generation=generation, removed=dict(removed), failed=failed))
 
         store.executor.submit("control", persist)
 
@@ -234,30 +243,19 @@ class TierKV:
 
         store.executor.submit("grow", step)
 
-    def _drop_below(self, namespace: int) -> dict[str, int]:
-        """Drop the placements of a namespace below its minimum; returns counts by tier."""
-        store, catalog = self._store, self._store.catalog
-        removed: dict[str, int] = {}
-        minimum = store.namespaces.minimum[namespace]
-        for tier, name in enumerate(catalog.tiers):
-            rows = [
-                row
-                for row in catalog.select(tier, READY).tolist()
-                if catalog.namespace[row] == namespace and catalog.generation[row] < minimum
-            ]
-            store.drop(rows)
-            removed[name] = len(rows)
-        return removed
-
     def _recover(self, low: Lower) -> None:
-        """Take in what a tier found at start; frames below their namespace's minimum stay out."""
+        """Take in what a tier found at start; frames below their namespace's minimum stay out.
+
+        A frame of a higher generation tells of a clear that could not be persisted: it holds too.
+        """
         store = self._store
-        for digest, generation in low.tier.generations().items():
-            store.namespaces.raise_to(digest, generation)
         found = low.tier.scan()
         if not len(found):
             return
         numbers = store.namespaces.numbers(found["namespace"].reshape(-1, DIGEST_BYTES))
+        for number in np.unique(numbers).tolist():
+            newest = int(found["generation"][numbers == number].max())
+            store.namespaces.raise_to(store.namespaces.digest(number), newest)
         old = found["generation"] < np.array(store.namespaces.minimum)[numbers]
         granule = low.tier.granule
         for row in found[old]:

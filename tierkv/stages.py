@@ -113,9 +113,14 @@ class Stages:
                     self._matches.finish(match)
 
     def _learn_generations(self, tier: SharedTier) -> None:
+        store = self._store
         for digest, generation in tier.generations().items():
-            with self._store.lock:
-                self._store.namespaces.raise_to(digest, generation)
+            with store.lock:
+                news = generation > store.namespaces.generation(digest)
+                if news:
+                    store.clear_below(digest, generation)
+            if news:
+                store.persist(digest, generation)
 
     def _remember_absent(self, key: bytes) -> None:
         if len(self._absent) >= NEGATIVE_LIMIT:

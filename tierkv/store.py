@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -188,6 +189,31 @@ class Store:
             self.catalog.leave(rows)
             self._gone([row for row in rows if not self.catalog.holds[row]])
 
+    def clear_below(self, digest: bytes, generation: int) -> dict[str, int]:
+        """Raise a namespace's minimum and drop what is below it; returns counts by tier."""
+        catalog, namespace = self.catalog, self.namespaces.number(digest)
+        self.namespaces.raise_to(digest, generation)
+        removed: dict[str, int] = {}
+        for tier, name in enumerate(catalog.tiers):
+            rows = [
+                row
+                for row in catalog.select(tier, READY).tolist()
+                if catalog.namespace[row] == namespace and catalog.generation[row] < generation
+            ]
+            self.drop(rows)
+            removed[name] = len(rows)
+        return removed
+
+    def persist(self, digest: bytes, generation: int) -> None:
+        """Tell the tiers of this machine what another sidecar cleared; not under the lock.
+
+        What fails is learned again, and tried again, at the next start.
+        """
+        for low in self.lower:
+            if low.shared is None:
+                with suppress(OSError):
+                    low.tier.raise_generation(digest, generation)
+
     def unhold(self, rows: Rows) -> None:
         """End one hold of each row."""
         self._gone(self.catalog.unhold(rows))
@@ -206,10 +232,25 @@ class Store:
             mine = [row for row in rows if self.catalog.tier[row] == low.number]
             if mine and low.shared is not None:
                 ids = [self.frame_id(row) for row in mine]
-                self.executor.submit(low.writes, partial(_drop, low.shared, ids))
+                self.executor.submit(low.writes, partial(self._drop_shared, low, ids))
         self._free(rows)
         self.catalog.gone(rows)
         self.policy.forgot(rows)
+
+    def _drop_shared(self, low: Lower, ids: Sequence[FrameId]) -> None:
+        """Remove frames that nobody here answers from any more; a job of the tier's write thread.
+
+        One that was put there again meanwhile stays. What fails is gone with its TTL.
+        """
+        assert low.shared is not None
+        with self.lock:
+            ids = [name for name in ids if not self._placed(low.number, name)]
+        low.shared.drop(ids)
+
+    def _placed(self, tier: int, name: FrameId) -> bool:
+        catalog = self.catalog
+        row = catalog.in_tier(catalog.find([name.key], catalog.part_number(name.part))[0], tier)
+        return row != NONE and catalog.generation[row] == name.generation
 
     def _free(self, rows: Rows) -> None:
         catalog = self.catalog
@@ -292,8 +333,3 @@ def keys_of(packed: bytes, parts: int) -> list[bytes]:
     if len(set(keys)) < count:
         raise invalid("a chain names each key once")
     return keys
-
-
-def _drop(tier: SharedTier, ids: Sequence[FrameId]) -> None:
-    """Remove frames that nobody here answers from any more; what fails is gone with its TTL."""
-    tier.drop(ids)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
+from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
 from tierkv.store import RAM, Lower, Store, keys_of
 from tierkv.tier import Item, Outcome, RegionTier, Status
@@ -151,9 +152,17 @@ class WriteBehind:
         return sources, copies
 
     def _there(self, row: int, tier: int) -> bool:
-        catalog = self._store.catalog
+        """Return whether a copy like the one in `row` is in a tier; a poorer one makes way."""
+        store, catalog = self._store, self._store.catalog
         head = catalog.find([catalog.keys[row]], catalog.part[row])[0]
-        return catalog.in_tier(head, tier) != NONE
+        copy = catalog.in_tier(head, tier)
+        if copy == NONE:
+            return False
+        busy = catalog.state[copy] != READY or catalog.holds[copy] or not catalog.profile[copy]
+        if busy or store.answers(copy, catalog.fidelity[row], catalog.namespace[row]):
+            return True
+        store.drop([copy])
+        return False
 
     def _copy(self, row: int, lower: Lower) -> int | None:
         """Begin a placement in a lower tier like the one in `row`; None when it does not fit."""
@@ -246,10 +255,13 @@ class WriteBehind:
                 self._answer(flush, bytes(durable))
 
     def _durable(self, call: FlushCall) -> list[bool]:
-        catalog = self._store.catalog
+        store, catalog = self._store, self._store.catalog
+        namespace = store.namespaces.number(digest_of(call.namespace))
         return [
             any(
-                catalog.tier[row] != RAM and catalog.state[row] == READY
+                catalog.tier[row] != RAM
+                and catalog.state[row] == READY
+                and store.answers(row, 0, namespace)
                 for row in catalog.copies(head)
             )
             for head in self._heads(call)
