@@ -18,7 +18,7 @@ from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE
 from tierkv.cost import Recompute, load_seconds
 from tierkv.namespace import digest_of
-from tierkv.store import RAM, Store, keys_of
+from tierkv.store import HOST_RATES, Store, keys_of
 
 Done = Callable[[MatchReply], None]
 
@@ -41,7 +41,8 @@ class Match:
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
     pending: bool = False
-    final: bool = False
+    answer: MatchReply | None = None
+    """The final answer."""
     eta_s: float = 0.0
     waited_s: float = 0.0
     sources: dict[str, int] = field(default_factory=dict)
@@ -67,6 +68,8 @@ class Matches:
         self.arriving: dict[int, list[int]] = {}
         """RAM row on its way -> numbers of the matches that want it."""
         self._next = secrets.randbits(48)
+        self._due = 0.0
+        """Clock before which nothing is past its deadline."""
         self.on_pending: Callable[[Match, list[int]], None] = lambda _match, _heads: None
         """Told of each match that RAM did not answer whole; may stage for it."""
 
@@ -87,12 +90,13 @@ class Matches:
         store.catalog.hold(match.rows)
         match.sources["host"] = len(match.rows)
         self.open[match.number] = match
+        self._due = min(self._due, deadline)
         if match.blocks < len(keys) and store.lower:
             self.on_pending(match, heads)
         if not match.pending:
             self.finish(match)
-        reply = self.reply(match)
-        if not call.fetch or match.pending or not match.rows:
+        reply = match.answer or self._answer(match)
+        if not call.fetch or match.answer is None or not match.rows:
             return reply
         got = self.get(owner, GetCall(match=match.number, blocks=match.blocks))
         return msgspec.structs.replace(reply, got=got)
@@ -102,18 +106,17 @@ class Matches:
         match = self._mine(owner, number)
         if match is None:
             done(MatchReply(match=0, blocks=0))
-        elif match.pending:
+        elif match.answer is None:
             match.waiters.append(done)
         else:
-            done(self.reply(match))
+            done(match.answer)
 
     def settle(self, owner: int, number: int) -> MatchReply:
         """Make a match final with what has arrived."""
         match = self._mine(owner, number)
         if match is None:
             return MatchReply(match=0, blocks=0)
-        self.finish(match)
-        return self.reply(match)
+        return self.finish(match)
 
     def arrived(self, row: int, *, source: str, usable: bool) -> None:
         """A row that matches may wait for is ready (or is not: then it is no row any more)."""
@@ -129,11 +132,10 @@ class Matches:
             if not match.awaited:
                 self.finish(match)
 
-    def finish(self, match: Match) -> None:
+    def finish(self, match: Match) -> MatchReply:
         """Make a match final: what is behind a gap is let go, and everybody who waits is told."""
-        if match.final:
-            return
-        match.final = True
+        if match.answer is not None:
+            return match.answer
         if match.awaited:
             self._store.counters["stage_late"] += len(match.awaited)
         match.awaited.clear()
@@ -143,22 +145,27 @@ class Matches:
             self._store.unhold([row for row in behind if row != NONE])
             match.rows = match.rows[:keep]
         match.pending = False
-        match.waited_s = self._store.clock() - match.asked_at
-        match.deadline = self._store.clock() + match.call.deadline_s
+        now = self._store.clock()
+        match.waited_s = now - match.asked_at
+        match.deadline = now + match.call.deadline_s
+        self._due = min(self._due, match.deadline)
         self._count(match)
         waiters, match.waiters = match.waiters, []
         if not match.rows:
             del self.open[match.number]
+        match.answer = answer = self._answer(match)
         for done in waiters:
-            done(self.reply(match))
+            done(answer)
+        return answer
 
-    def reply(self, match: Match) -> MatchReply:
+    def _answer(self, match: Match) -> MatchReply:
         """Return the answer as it stands."""
         call, blocks = match.call, match.blocks
         store = self._store
-        stored = sum(store.catalog.nbytes[row] for row in match.rows if row != NONE)
-        decode = store.decode_bps([row for row in match.rows if row != NONE])
-        load = load_seconds(stored, blocks * call.raw_bytes, store.rates()[RAM], decode)
+        rows = [row for row in match.rows if row != NONE]
+        stored = sum([store.catalog.nbytes[row] for row in rows])
+        decode = store.decode_bps(rows)
+        load = load_seconds(stored, blocks * call.raw_bytes, HOST_RATES, decode)
         cost = Recompute(call.linear, call.quadratic)
         return MatchReply(
             match=match.number if blocks or match.pending else 0,
@@ -173,7 +180,7 @@ class Matches:
     def get(self, owner: int, call: GetCall) -> GetReply:
         """Turn a final match into a transfer; the rest of its lease ends."""
         match = self._mine(owner, call.match)
-        if match is None or match.pending or not 0 < call.blocks <= match.blocks:
+        if match is None or match.answer is None or not 0 < call.blocks <= match.blocks:
             return GetReply(transfer=0)
         store = self._store
         keep = call.blocks * len(match.parts)
@@ -184,8 +191,8 @@ class Matches:
         store.unhold(match.rows[keep:])
         del self.open[match.number]
         self.transfers[match.number] = (owner, rows)
-        self._enter(match, call.blocks)
-        store.totals["served_bytes"] += sum(store.catalog.nbytes[row] for row in rows)
+        self._enter(match, match.answer, call.blocks)
+        store.totals["served_bytes"] += sum([store.catalog.nbytes[row] for row in rows])
         counts, runs = store.runs_of(rows)
         return GetReply(
             transfer=match.number,
@@ -207,13 +214,16 @@ class Matches:
     def expire(self) -> float:
         """End what is past its deadline; returns the seconds to the next one, at most 1."""
         now = self._store.clock()
+        if now < self._due:
+            return self._due - now
         for match in [match for match in self.open.values() if match.deadline <= now]:
             if match.pending:
                 self.finish(match)
             else:
                 self._store.counters["lease_expired"] += 1
                 self._end(match)
-        return min((match.deadline - now for match in self.open.values()), default=1.0)
+        self._due = min([now + 1.0, *(match.deadline for match in self.open.values())])
+        return self._due - now
 
     def end_leases(self, owner: int) -> None:
         """End an owner's matches."""
@@ -238,13 +248,13 @@ class Matches:
         match = self.open.get(number)
         return match if match is not None and match.owner == owner else None
 
-    def _enter(self, match: Match, blocks: int) -> None:
+    def _enter(self, match: Match, answer: MatchReply, blocks: int) -> None:
         """Write into the ledger what this load saves or loses, the wait for its stage included."""
-        call, reply = match.call, self.reply(match)
+        call = match.call
         if call.linear or call.quadratic:
             cost = Recompute(call.linear, call.quadratic)
-            saved = cost.seconds(blocks * call.tokens_per_block, call.position) - reply.load_s
-            saved -= match.waited_s
+            saved = cost.seconds(blocks * call.tokens_per_block, call.position)
+            saved -= answer.load_s * blocks / answer.blocks + match.waited_s
             self._store.seconds["saved" if saved > 0 else "lost"] += abs(saved)
 
     def _count(self, match: Match) -> None:

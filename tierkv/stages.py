@@ -106,7 +106,7 @@ class Stages:
             self._adopt(match, lower, found)
             if at < len(match.keys):
                 self._remember_absent(match.keys[at])
-            if match.number in self._matches.open and not match.final:
+            if match.number in self._matches.open and match.answer is None:
                 heads = store.heads(match.keys, match.parts)
                 self._stage(match, heads, self._reach(match, heads))
                 if not match.awaited:
