@@ -19,6 +19,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -107,11 +108,10 @@ class NvmeTier:
         self._budget = WriteBudget(settings.write_budget_bytes_per_day, now())
         self._writing = threading.Lock()
         self._log = RegionLog(Path(settings.path), direct=settings.direct)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._log.close)
             self._start(Path(settings.path))
-        except BaseException:
-            self._log.close()
-            raise
+            undo.pop_all()
 
     def _start(self, folder: Path) -> None:
         settings, log = self._settings, self._log

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -69,16 +69,15 @@ class RegionLog:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._io = self._fd
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             _lock_file(self._fd, folder)
             with _as_unavailable(f"cannot use {self.path}"):
                 self._tail = _open_tail(self._tail_path)
                 self.region_bytes = self._read_superblock()
                 if direct:
                     self._open_direct()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     # --- start ---
 
@@ -279,14 +278,13 @@ def _lock_file(fd: int, folder: Path) -> None:
 def _open_tail(path: Path) -> int:
     """Open the tail, its block on the disk, so that it never needs room again. Raises: OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)
         if os.fstat(fd).st_size != ALIGN:
             os.ftruncate(fd, 0)
             os.pwrite(fd, bytes(ALIGN), 0)
             os.fsync(fd)
-    except BaseException:
-        os.close(fd)
-        raise
+        undo.pop_all()
     return fd
 
 
