@@ -221,6 +221,7 @@ class PrefixCache:
             raw_bytes=self._raw_bytes,
             linear=self.cost.linear,
             quadratic=self.cost.quadratic,
+            fetch=True,
             deadline_s=deadline_s,
         )
 
