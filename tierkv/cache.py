@@ -6,6 +6,7 @@
 Every method takes the lock for microseconds; I/O happens on the executor's lanes.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -63,11 +64,11 @@ class TierKV:
         self._health = Health(self._store)
         self._started = clock()
         self._closed = False
-        for low in self._store.lower:
-            for digest, generation in low.tier.generations().items():
-                self._store.namespaces.raise_to(digest, generation)
-                self._store.persist(digest, generation)
-        for low in self._store.lower:
+        known = [low.tier.generations() for low in self._store.lower]
+        for digest, generation in itertools.chain(*(tier.items() for tier in known)):
+            self._store.namespaces.raise_to(digest, generation)
+        for low, there in zip(self._store.lower, known, strict=True):
+            self._store.persist(low, there)
             self._recover(low)
         self._grow()
 

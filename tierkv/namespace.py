@@ -48,6 +48,10 @@ class Namespaces:
         """Return the digest of a number."""
         return self._digests[number]
 
+    def minima(self) -> dict[bytes, int]:
+        """Return the minimum of every namespace that was ever cleared."""
+        return {d: self.minimum[n] for d, n in self._numbers.items() if self.minimum[n]}
+
     def generation(self, digest: bytes) -> int:
         """Return the minimum generation."""
         return self.minimum[self.number(digest)]

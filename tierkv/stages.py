@@ -113,14 +113,16 @@ class Stages:
                     self._matches.finish(match)
 
     def _learn_generations(self, tier: SharedTier) -> None:
-        store = self._store
-        for digest, generation in tier.generations().items():
-            with store.lock:
-                news = generation > store.namespaces.generation(digest)
-                if news:
+        store, news = self._store, False
+        minima = tier.generations()
+        with store.lock:
+            for digest, generation in minima.items():
+                if generation > store.namespaces.generation(digest):
                     store.clear_below(digest, generation)
-            if news:
-                store.persist(digest, generation)
+                    news = True
+        for low in store.lower:
+            if news and low.shared is None:
+                store.persist(low, low.tier.generations())
 
     def _remember_absent(self, key: bytes) -> None:
         if len(self._absent) >= NEGATIVE_LIMIT:

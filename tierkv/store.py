@@ -7,7 +7,7 @@ lower tiers follow in the order given, fastest first.
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -204,13 +204,15 @@ class Store:
             removed[name] = len(rows)
         return removed
 
-    def persist(self, digest: bytes, generation: int) -> None:
-        """Tell the tiers of this machine what another sidecar cleared; not under the lock.
+    def persist(self, low: Lower, known: Mapping[bytes, int]) -> None:
+        """Tell a tier the minima that it does not know, or knows lower; not under the lock.
 
-        What fails is learned again, and tried again, at the next start.
+        What fails is tried again by a shared tier itself, by the others at the next start.
         """
-        for low in self.lower:
-            if low.shared is None:
+        with self.lock:
+            minima = self.namespaces.minima()
+        for digest, generation in minima.items():
+            if generation > known.get(digest, 0):
                 with suppress(OSError):
                     low.tier.raise_generation(digest, generation)
 
