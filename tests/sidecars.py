@@ -87,7 +87,7 @@ PROGRAM = """
 import sys
 from tierkv.settings import load
 from tierkv_service.sidecar import run
-sys.exit(run(load(sys.argv[1]), arena_wait_s=float(sys.argv[2])))
+sys.exit(run(load(sys.argv[1])))
 """
 
 
@@ -97,16 +97,16 @@ class Process:
     def __init__(self, folder: Path, more: str = "", arena_wait_s: float = 10.0) -> None:
         self.path = folder / "tierkv.sock"
         self.log = folder / "log"
-        self.arena_wait_s = arena_wait_s
         self._file = folder / "tierkv.toml"
         self._file.write_text(
-            f'[socket]\npath = "{self.path}"\n[host]\nsize = "32MiB"\n[http]\nenabled = false\n'
+            f'[socket]\npath = "{self.path}"\narena_wait = {arena_wait_s}\n'
+            '[host]\nsize = "32MiB"\n[http]\nenabled = false\n'
             f'[store]\ngrace = "1s"\n{more}'
         )
 
     def start(self, *, wait: bool = True, before: str = "") -> None:
         program = f"import time\n{before}\n{PROGRAM}"
-        command = [sys.executable, "-c", program, str(self._file), str(self.arena_wait_s)]
+        command = [sys.executable, "-c", program, str(self._file)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         if wait:

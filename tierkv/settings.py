@@ -51,6 +51,8 @@ class SocketSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Members of this group may connect too (the socket is then 0660)."""
     uids: tuple[int, ...] = ()
     """Peers of these user ids may connect too, for containers (the socket is then 0666)."""
+    arena_wait_s: float = 30.0
+    """Time that clients of an earlier sidecar have to let go of its memory before we give up."""
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):

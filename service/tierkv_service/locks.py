@@ -16,7 +16,6 @@ from tierkv.errors import TierKVError, invalid, unavailable
 from tierkv.settings import SocketSettings
 from tierkv_connectors import wire
 
-ARENA_WAIT_S = 30.0
 MAX_PATH_BYTES = 107
 _BACKLOG = 128
 _STEP_S = 0.05
@@ -57,7 +56,7 @@ class Locks:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def take_arena(self, wait_s: float = ARENA_WAIT_S) -> None:
+    def take_arena(self, wait_s: float) -> None:
         """Wait until no process maps an arena of this socket; call it before memory is reserved.
 
         Raises:

@@ -12,6 +12,7 @@ import resource
 import select
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +21,10 @@ import msgspec
 from tierkv.cache import TierKV
 from tierkv.control import Control
 from tierkv.errors import TierKVError, unavailable
-from tierkv.settings import Settings, SocketSettings, socket_path
+from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
 from tierkv_connectors.private import Order
 from tierkv_service import http
-from tierkv_service.locks import ARENA_WAIT_S, Locks
+from tierkv_service.locks import Locks
 from tierkv_service.loop import Loop, on_signals
 from tierkv_service.server import Server
 from tierkv_service.session import ArenaFile
@@ -31,16 +32,18 @@ from tierkv_service.session import ArenaFile
 SWITCH_INTERVAL_S = 0.0002
 """Executor threads hold the interpreter at most this long while an answer waits."""
 
+LIVES_S = 5.0
+"""An HTTP process that ends sooner after its start is not started again."""
+
 _log = logging.getLogger("tierkv.sidecar")
 
 
-def run(settings: Settings, *, parent: int = 0, arena_wait_s: float = ARENA_WAIT_S) -> int:
+def run(settings: Settings, *, parent: int = 0) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once.
 
     Args:
         settings: of the store, the socket and the HTTP process.
         parent: end when this process, the one that started us, is gone; 0: whoever it was.
-        arena_wait_s: how long clients of an earlier sidecar may take to let go of its memory.
 
     Returns: the exit code.
 
@@ -52,17 +55,72 @@ def run(settings: Settings, *, parent: int = 0, arena_wait_s: float = ARENA_WAIT
     with contextlib.ExitStack() as ends:
         locks = Locks(path, settings.socket)
         ends.callback(locks.close)
-        locks.take_arena(arena_wait_s)
+        locks.take_arena(settings.socket.arena_wait_s)
+        pages = None
+        if settings.http.enabled:
+            pages = Pages(settings.http, path)
+            ends.callback(pages.stop)
         store = TierKV.open(settings)
         ends.callback(store.close, settings.store.grace_s)
-        if settings.http.enabled:
-            ends.callback(http.spawn(settings.http, path).stop)
-        serve(store, store.host, locks, settings.socket, parent)
+        serve(store, store.host, locks, settings.socket, parent=parent, pages=pages)
     return 0
 
 
+class Pages:
+    """The HTTP process, started again when it ends by itself.
+
+    Args:
+        settings: of the HTTP process.
+        path: the sidecar's socket.
+
+    Raises:
+        TierKVError: the address or the token file cannot be used.
+    """
+
+    def __init__(self, settings: HttpSettings, path: Path) -> None:
+        self._settings = settings
+        self._path = path
+        self._child = http.spawn(settings, path)
+        self._started = time.monotonic()
+
+    def watch(self, loop: Loop) -> None:
+        """Let the loop see the end of the process."""
+        pidfd = os.pidfd_open(self._child.process.pid)
+
+        def ended(_events: int) -> None:
+            loop.forget(pidfd)
+            os.close(pidfd)
+            self._again(loop)
+
+        loop.watch(pidfd, select.EPOLLIN, ended)
+
+    def stop(self) -> None:
+        """End the process. Idempotent."""
+        self._child.stop()
+
+    def _again(self, loop: Loop) -> None:
+        code, lived_s = self._child.process.wait(), time.monotonic() - self._started
+        if lived_s < LIVES_S:
+            _log.error("the HTTP process ended with %d after %.1f s: not again", code, lived_s)
+            return
+        _log.warning("the HTTP process ended with %d: starting another", code)
+        try:
+            self._child = http.spawn(self._settings, self._path)
+        except TierKVError as error:
+            _log.error("no HTTP process any more: %s", error)
+            return
+        self._started = time.monotonic()
+        self.watch(loop)
+
+
 def serve(
-    control: Control, arena: ArenaFile, locks: Locks, settings: SocketSettings, parent: int = 0
+    control: Control,
+    arena: ArenaFile,
+    locks: Locks,
+    settings: SocketSettings,
+    *,
+    parent: int = 0,
+    pages: Pages | None = None,
 ) -> None:
     """Answer clients until told to stop; their connections are closed then, `control` is not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -78,6 +136,8 @@ def serve(
         on_signals(loop, loop.stop)
         if parent:
             ends.callback(_follow(loop, parent))
+        if pages is not None:
+            pages.watch(loop)
         gc.collect()
         gc.freeze()
         _log.info("listening at %s, pid %d", locks.path, os.getpid())

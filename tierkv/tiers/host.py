@@ -7,6 +7,7 @@ number for a list of runs.
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -22,6 +23,7 @@ from tierkv.tiers.runs import PageRuns, Run
 
 GROW_BYTES = 64 << 20
 _POPULATE_WRITE = 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADROOM = 64 << 20
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -61,8 +63,10 @@ class HostTier:
                 f"{available >> 20} MiB are available; lower it or give the process more memory"
             )
         self.epoch = secrets.randbits(63) | 1
-        self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.nbytes)
+        # Whoever gets the descriptor cannot shrink the file under those who have it mapped.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.fd, self.nbytes)
         self.view = memoryview(self._map)
         self.problem = ""
