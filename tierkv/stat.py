@@ -116,6 +116,7 @@ COUNTERS: dict[str, str] = {
     "unknown_format": "Copies kept but not used: a version or codec this release does not know.",
     "invariant_broken": "Bookkeeping did not add up; the store answers only misses since.",
     "call_refused": "Calls with an argument out of bounds.",
+    "server_accept_failed": "Connections not accepted: the process has no descriptors left.",
     "server_connections": "Connections accepted; not a failure.",
     "server_refused_calls": "Calls that the store refused, or one client had too many of.",
     "server_refused_connections": "Connections from a user who may not, or beyond the limit.",

@@ -103,7 +103,8 @@ class PrefixCache:
         self._namespace = namespace
         self._fidelity = fidelity
         self._profiles = tuple(profiles)
-        self._root = root_key(self.identity.fingerprint, extras)
+        # The namespace too: what another tenant stores must not stand in this one's place.
+        self._root = root_key(self.identity.fingerprint, {**extras, "namespace": namespace})
         self._raw_bytes = self.part.raw_bytes(self.identity)
         self._copier = UnitCopier(self.identity, self.part, model.device)
         forward = inspect.signature(model.forward).parameters
