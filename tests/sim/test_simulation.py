@@ -15,6 +15,11 @@ from tierkv.tier import DONE, Item, Outcome
 STEPS = 600
 
 
+def simulate_many() -> None:
+    for seed in range(40):
+        simulate(seed, STEPS)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_wrong_is_returned_lost_or_left(seed: int) -> None:
     result = simulate(seed, STEPS)
@@ -41,16 +46,14 @@ def test_a_wrong_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierkv.wrap.check", lambda item: DONE)
     monkeypatch.setattr("tierkv.stages.Stages._describe", lambda *_: DONE)
     with pytest.raises(AssertionError) as caught:
-        for seed in range(40):
-            simulate(seed, STEPS)
+        simulate_many()
     assert "simulation: seed" in caught.value.__notes__[0]
 
 
 def test_a_clear_that_is_no_clear_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "answers", lambda *_: True)
-    with pytest.raises(AssertionError, match="cleared|lower class|another tenant"):
-        for seed in range(40):
-            simulate(seed, STEPS)
+    with pytest.raises(AssertionError, match=r"cleared|lower class|another tenant"):
+        simulate_many()
 
 
 def test_a_promise_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +62,7 @@ def test_a_promise_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ModelTier, "write", write)
     with pytest.raises(AssertionError, match="promised"):
-        for seed in range(40):
-            simulate(seed, STEPS)
+        simulate_many()
 
 
 def test_a_lease_that_is_left_is_noticed() -> None:
@@ -70,7 +72,7 @@ def test_a_lease_that_is_left_is_noticed() -> None:
     node.engines[0].turn()
     for _ in range(200):
         node.engines[0].turn()
-    with pytest.raises(AssertionError, match="left|not counted|still on its way"):
+    with pytest.raises(AssertionError, match=r"left|not counted|still on its way"):
         node.sidecar.audit_rest()
     world.close()
 
