@@ -84,7 +84,10 @@ class TierKV:
         for tier in lower:
             lanes |= {f"{tier.name}-read": READ_THREADS, f"{tier.name}-write": 1, lane(tier): 1}
         host = HostTier(settings.host)
-        return cls(host, lower, executor=Threads(lanes), settings=settings.store)
+        executor = Threads(lanes)
+        store = cls(host, lower, executor=executor, settings=settings.store)
+        executor.on_bug = store.break_down
+        return store
 
     @property
     def host(self) -> HostTier:
@@ -228,6 +231,12 @@ class TierKV:
         for low in store.lower:
             low.tier.close()
         store.host.close()
+
+    def break_down(self, error: Exception) -> None:
+        """Answer only misses from now on: a job raised, so the bookkeeping may not hold."""
+        with self._store.lock:
+            self._store.broken = f"a bug: {error!r}, see the log"
+            self._store.counters["invariant_broken"] += 1
 
     def _refusing(self) -> bool:
         return bool(self._closed or self._store.broken)

@@ -32,10 +32,18 @@ class Executor(Protocol):
 
 
 class Threads:
-    """Lanes of daemon threads; `lanes` gives each lane's name and count of threads."""
+    """Lanes of daemon threads.
 
-    def __init__(self, lanes: dict[str, int]) -> None:
-        self._lanes = {name: _Lane(name, count) for name, count in lanes.items()}
+    Args:
+        lanes: each lane's name and count of threads.
+        on_bug: told of a job that raised, by the lane's thread; jobs do not raise.
+    """
+
+    def __init__(
+        self, lanes: dict[str, int], on_bug: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        self.on_bug = on_bug
+        self._lanes = {name: _Lane(name, count, self._bug) for name, count in lanes.items()}
 
     def submit(self, lane: str, job: Job) -> None:
         """Queue a job."""
@@ -59,9 +67,13 @@ class Threads:
             for thread in lane.threads:
                 thread.join(max(end - time.monotonic(), 0.0))
 
+    def _bug(self, error: Exception) -> None:
+        self.on_bug(error)
+
 
 class _Lane:
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, on_bug: Callable[[Exception], None]) -> None:
+        self._on_bug = on_bug
         self.jobs: deque[Job] = deque()
         self.running: dict[int, float] = {}
         self._ready = threading.Semaphore(0)
@@ -94,8 +106,9 @@ class _Lane:
             job = self.jobs.popleft()
             try:
                 job()
-            except Exception:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - the edge: a bug ends in misses
                 _LOG.exception("a job of lane %s failed", threading.current_thread().name)
+                self._on_bug(error)
             finally:
                 del self.running[me]
 

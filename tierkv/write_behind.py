@@ -139,7 +139,10 @@ class WriteBehind:
             row, serial, nbytes, _ = queue.waiting.popleft()
             queue.nbytes -= nbytes
             current = catalog.serial[row] == serial and catalog.state[row] == READY
-            if not current or self._there(row, queue.lower.number):
+            if not current:
+                store.counters["demote_dropped"] += 1
+                continue
+            if self._there(row, queue.lower.number):
                 continue
             copy = self._copy(row, queue.lower)
             if copy is None:
