@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from tierkv import frame
 from tierkv.errors import invalid, unavailable
-from tierkv.tier import ALIGN, DONE, FOUND, FrameId, Item, Outcome, Region, Space, Status
+from tierkv.tier import ALIGN, DONE, FOUND, Item, Outcome, Region, Space, Status
 from tierkv.tiers.budget import WriteBudget
 from tierkv.tiers.generations import Generations
 from tierkv.tiers.region_index import IndexWriter, recover, row_of, settle
@@ -273,7 +273,7 @@ class NvmeTier:
         header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
         if isinstance(header, frame.Refusal):
             return Outcome(Status.FAILED, f"not a frame: {header.value}")
-        if FrameId(header.key, header.part) != item.id or item.nbytes > header.frame_bytes:
+        if (header.key, header.part) != item.id[:2] or item.nbytes > header.frame_bytes:
             return Outcome(Status.FAILED, "the header names another frame")
         if not self._log.has_room(item.nbytes, self._settings.free_floor_bytes):
             return Outcome(Status.FULL, "the volume is at its free-space floor")
@@ -363,6 +363,6 @@ def _compare(item: Item) -> Outcome:
     header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
     if header is frame.Refusal.UNKNOWN:
         return Outcome(Status.UNKNOWN, "a frame of a later release")
-    if isinstance(header, frame.Refusal) or FrameId(header.key, header.part) != item.id:
+    if isinstance(header, frame.Refusal) or (header.key, header.part) != item.id[:2]:
         return Outcome(Status.CORRUPT, "another frame lies there, or none")
     return DONE
