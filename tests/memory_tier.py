@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv import frame
-from tierkv.tier import ALIGN, DONE, FOUND, FrameId, Item, Outcome, Space, Status
+from tierkv.tier import ALIGN, DONE, FOUND, Item, Outcome, Space, Status
 
 
 @dataclass
@@ -118,7 +118,7 @@ class MemoryTier:
             return DONE
         stored = self.medium.frames.get(item.locator, b"")
         header = frame.parse(stored[: frame.MAX_HEADER_BYTES])
-        if isinstance(header, frame.Refusal) or FrameId(header.key, header.part) != item.id[:2]:
+        if isinstance(header, frame.Refusal) or (header.key, header.part) != item.id[:2]:
             return Outcome(Status.MISSING)
         at = 0
         for view in frame.cut(item.pieces, 0, len(stored)):

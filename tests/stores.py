@@ -5,9 +5,8 @@ rig.put(chain(1, 4), b"text")      # offer, write and commit a chain
 rig.read(chain(1, 4))              # what a reader gets, block by block
 """
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tierkv.cache import TierKV
 from tierkv.client import Reservation, Transfer
 from tierkv.executor import Executor, Inline
 from tierkv.part import Part
+from tierkv.policies.lru import Lru
 from tierkv.settings import StoreSettings
 from tierkv.tier import DurableTier
 from tierkv.tiers.host import HostSettings, HostTier
@@ -74,7 +74,8 @@ class Rig:
             self.host,
             self.lower,
             executor=executor or self.inline,
-            settings=StoreSettings(policy="lru", **settings),
+            settings=StoreSettings(**settings),
+            policy=Lru(1 + len(self.lower)),
             clock=self.clock,
         )
         self.inline.drain()
@@ -132,26 +133,24 @@ class Rig:
             reply = self.store.settle(owner, calls.SettleCall(match=reply.match))
         return reply
 
-    @contextlib.contextmanager
     def transfer(
         self, reply: calls.MatchReply, call: calls.MatchCall, *, owner: int = 1, blocks: int = 0
-    ) -> Iterator[Transfer | None]:
+    ) -> Transfer | None:
         """Open a transfer of a final match, None when it is a miss."""
         get = calls.GetCall(match=reply.match, blocks=blocks or reply.blocks)
         answer = self.store.get(owner, get)
         if not answer.transfer:
-            yield None
-            return
+            return None
         frames = self.frames(answer.run_counts, answer.runs)
-        with Transfer(Direct(self.store, owner), answer, call, frames) as transfer:
-            yield transfer
+        return Transfer(Direct(self.store, owner), answer, call, frames)
 
     def read(self, keys: Sequence[bytes], *, owner: int = 1, **fields: Any) -> list[bytes]:
         """Return the payloads of every unit that a reader gets."""
         reply = self.match(keys, owner=owner, **dict(fields))
-        with self.transfer(reply, self.match_call(keys, **dict(fields)), owner=owner) as transfer:
-            if transfer is None:
-                return []
+        transfer = self.transfer(reply, self.match_call(keys, **dict(fields)), owner=owner)
+        if transfer is None:
+            return []
+        with transfer:
             return [payload_of(transfer, unit) for unit in range(transfer.units)]
 
     def frames(self, counts: bytes, runs: bytes) -> list[list[memoryview]]:
@@ -229,7 +228,8 @@ class Direct:
             case calls.CommitCall():
                 return self._store.commit(self._owner, call)
             case calls.ReleaseCall():
-                return self._store.release(self._owner, call)
+                self._store.release(self._owner, call)
+                return None
             case calls.AbortCall():
                 return self._store.abort(self._owner, call)
         raise AssertionError(call)
