@@ -26,6 +26,8 @@ class _Reservation:
 
     owner: int
     rows: list[int]
+    before: list[int]
+    """Rows of the same chain, held so that no tail is written behind a head that is gone."""
     raw: list[int]
     fingerprint: bytes
     namespace: bytes
@@ -50,15 +52,21 @@ class Puts:
         raw = _raw_bytes(call, len(parts), len(keys))
         namespace = store.namespaces.number(digest_of(call.namespace))
         heads = store.heads(keys, parts)
-        known = [self._known(head, call.fidelity, namespace) for head in heads]
         skipped = call.start * len(parts)
-        known[:skipped] = [True] * skipped
+        if not all(self._has(head, 0, namespace) for head in heads[:skipped]):
+            refused = len(heads) - skipped
+            store.counters["put_refused_gap"] += refused
+            return PutReply(reservation=0, refused=refused)
+        known = [True] * skipped
+        known += [self._known(head, call.fidelity, namespace) for head in heads[skipped:]]
         profile = planner.plan_profile(_profiles(call), [low.io.rates for low in store.lower])
-        plan = self._plan(heads, known, raw, profile)
+        before = self._before(heads, known)
+        plan = self._plan(known, raw, profile)
         plan_known = plan.known - skipped
         store.totals["known_units"] += plan_known
         store.counters["put_refused_full"] += plan.refused
         if not plan.units:
+            store.unhold(before)
             store.look(heads, call.fidelity, namespace)
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
@@ -68,7 +76,7 @@ class Puts:
         number, self._next = self._next, self._next + 1
         seal = store.settings.verify == "always"
         self.open[number] = _Reservation(
-            owner, rows, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
+            owner, rows, before, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
             store.namespaces.digest(namespace), call.tokens_per_block, seal,
         )  # fmt: skip
         counts, runs = store.runs_of(rows)
@@ -130,7 +138,16 @@ class Puts:
         found = self.open.get(number)
         if found is None or found.owner != owner:
             return None
+        self._store.unhold(found.before)
         return self.open.pop(number)
+
+    def _has(self, head: int, fidelity: int, namespace: int) -> bool:
+        """Return whether some tier has a unit that readers can use, or will have it."""
+        store, state = self._store, self._store.catalog.state
+        return any(
+            state[row] != LEAVING and store.answers(row, fidelity, namespace)
+            for row in store.catalog.copies(head)
+        )
 
     def _known(self, head: int, fidelity: int, namespace: int) -> bool:
         """Return whether a unit needs no copy: one is there or coming, or the way is not free.
@@ -138,9 +155,8 @@ class Puts:
         A RAM copy that cannot answer this put's readers makes way, unless somebody holds it.
         """
         store, catalog = self._store, self._store.catalog
-        for row in catalog.copies(head):
-            if catalog.state[row] != LEAVING and store.answers(row, fidelity, namespace):
-                return True
+        if self._has(head, fidelity, namespace):
+            return True
         row = catalog.in_tier(head, RAM)
         if row == NONE:
             return False
@@ -149,21 +165,20 @@ class Puts:
         store.drop([row])
         return False
 
-    def _plan(
-        self, heads: list[int], known: list[bool], raw: list[int], profile: Profile
-    ) -> PutPlan:
-        """Plan with the chain's own blocks protected from making room for its tail."""
-        store, catalog = self._store, self._store.catalog
+    def _before(self, heads: list[int], known: list[bool]) -> list[int]:
+        """Hold the chain's own blocks in RAM: they make no room for its tail. Returns them."""
+        catalog = self._store.catalog
         mine = [catalog.in_tier(head, RAM) for head, has in zip(heads, known, strict=True) if has]
         mine = [row for row in mine if row != NONE and catalog.state[row] == READY]
+        catalog.hold(mine)
+        return mine
+
+    def _plan(self, known: list[bool], raw: list[int], profile: Profile) -> PutPlan:
+        store, catalog = self._store, self._store.catalog
         page = store.host.page_bytes
         sizes = [-(-(HEADER_BYTES + size + profile.bound_extra) // page) * page for size in raw]
         free = store.host.space().free
-        catalog.hold(mine)
-        try:
-            return planner.plan_put(store.policy, catalog, known, sizes, profile, free, len(raw))
-        finally:
-            store.unhold(mine)
+        return planner.plan_put(store.policy, catalog, known, sizes, profile, free, len(raw))
 
     def _begin(
         self, call: PutCall, keys: list[bytes], parts: list[int], plan: PutPlan, raw: list[int]

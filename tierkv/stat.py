@@ -100,6 +100,7 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
 
 COUNTERS: dict[str, str] = {
     "put_refused_full": "Blocks not stored: RAM had no room that could be made without I/O.",
+    "put_refused_gap": "Blocks not stored: those before them are gone, so nobody could find them.",
     "stage_refused_full": "Frames below RAM not brought up: no room in RAM.",
     "stage_late": "Frames below RAM that had not arrived at their deadline.",
     "stage_failed": "Frames below RAM whose read failed.",
