@@ -60,7 +60,7 @@ class HostTier:
         if self.nbytes + _HEADROOM > available:
             raise unavailable(
                 f"host.size asks for {self.nbytes >> 20} MiB of memory but "
-                f"{available >> 20} MiB are available; lower it or give the process more memory"
+                f"{available >> 20} MiB are available; lower host.size or give it more memory"
             )
         self.epoch = secrets.randbits(63) | 1
         self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
