@@ -18,7 +18,7 @@ from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE
 from tierkv.cost import Recompute, load_seconds
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, Store, keys_of
+from tierkv.store import HOST_RATES, Store, keys_of, seconds_of
 
 Done = Callable[[MatchReply], None]
 
@@ -79,7 +79,7 @@ class Matches:
         parts = store.parts_of(call.parts)
         keys = keys_of(call.keys, len(parts))
         namespace = store.namespaces.number(digest_of(call.namespace))
-        deadline = store.clock() + call.deadline_s
+        deadline = store.clock() + seconds_of(call.deadline_s)
         match = Match(self._next, owner, call, namespace, keys, parts, deadline, store.clock())
         self._next += 1
         heads = store.heads(keys, parts)

@@ -34,6 +34,7 @@ MAX_PARTS = 4096
 READ_FAILURES = 3
 OFF_S = 5.0
 IO_DEADLINE_S = 5.0
+MAX_DEADLINE_S = 3600.0
 
 FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
 """What is assumed of a tier until it was used: cautious figures of a small machine."""
@@ -321,6 +322,13 @@ class Store:
             known = [self.catalog.part_number(Part.unpack(one)) for one in cut]
             self._parts[packed] = known
         return known
+
+
+def seconds_of(deadline_s: float) -> float:
+    """Return a call's deadline. Raises: TierKVError (invalid) when it would hold without end."""
+    if not 0 <= deadline_s <= MAX_DEADLINE_S:
+        raise invalid(f"a deadline is 0 to {MAX_DEADLINE_S:.0f} seconds, not {deadline_s}")
+    return deadline_s
 
 
 def keys_of(packed: bytes, parts: int) -> list[bytes]:

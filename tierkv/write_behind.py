@@ -16,7 +16,7 @@ from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
 from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
-from tierkv.store import RAM, Lower, Store, keys_of
+from tierkv.store import RAM, Lower, Store, keys_of, seconds_of
 from tierkv.tier import Item, Outcome, RegionTier, Status
 from tierkv.tiers.host import aligned
 
@@ -75,7 +75,7 @@ class WriteBehind:
     def flush(self, call: FlushCall, done: Callable[[FlushReply], None]) -> None:
         """Queue what is not durable yet and answer when it is, or at the deadline."""
         store, catalog = self._store, self._store.catalog
-        flush = _Flush(call, store.clock() + call.deadline_s, done)
+        flush = _Flush(call, store.clock() + seconds_of(call.deadline_s), done)
         queued = {entry[0] for queue in self.queues for entry in queue.waiting}
         rows = [catalog.in_tier(head, RAM) for head in self._heads(call)]
         missing = [row for row in rows if row != NONE and row not in queued]
