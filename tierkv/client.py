@@ -33,6 +33,7 @@ from tierkv.calls import (
     WaitCall,
 )
 from tierkv.key import KEY_BYTES
+from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES
 
 MISS = MatchReply(match=0, blocks=0)
@@ -71,6 +72,7 @@ class Transfer:
         self._verify = reply.verify
         self._call = call
         self._frames = frames
+        self._namespace = digest_of(call.namespace)
         self._contents: dict[int, bytes] = {}
 
     @property
@@ -82,12 +84,15 @@ class Transfer:
         """Return the frame's header, None when the bytes are not the content that was matched."""
         head = self._frames[unit][0]
         parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
+        if isinstance(parsed, frame.Refusal):  # the store may have been sealing it meanwhile
+            parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
         block, part = divmod(unit, len(self._call.parts) // PACKED_BYTES)
         if (
             isinstance(parsed, frame.Refusal)
             or parsed.key != self._call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
             or parsed.part.pack() != self._call.parts[part * PACKED_BYTES :][:PACKED_BYTES]
             or parsed.fingerprint != self._call.fingerprint
+            or parsed.namespace != self._namespace
             or parsed.fidelity < self._call.fidelity
             or (self._verify and not frame.verify(parsed, self._frames[unit]))
         ):
@@ -101,7 +106,9 @@ class Transfer:
 
     def unchanged(self, unit: int) -> bool:
         """Return whether the frame still names the same content; call it after the copy out."""
-        return bytes(self._frames[unit][0][frame.CONTENT]) == self._contents.get(unit)
+        head = self._frames[unit][0]
+        there = head[: len(frame.MAGIC)] == frame.MAGIC
+        return there and bytes(head[frame.CONTENT]) == self._contents.get(unit)
 
     def close(self) -> None:
         """Let the store have the frames back. Idempotent."""
@@ -201,6 +208,8 @@ class Client:
         reply = self._channel.call(WaitCall(match=match), timeout_s)
         if not isinstance(reply, MatchReply):
             reply = self._channel.call(SettleCall(match=match))
+        if isinstance(reply, MatchReply) and not reply.match:
+            self._open.pop(match, None)
         return reply if isinstance(reply, MatchReply) else MISS
 
     def release(self, match: int) -> None:
@@ -219,14 +228,17 @@ class Client:
         fetched = self._fetched.pop(match, None)
         if fetched is not None:
             return fetched
-        call = self._open.pop(match, None)
+        call = self._open.get(match)
         arena = self._channel.borrow() if call is not None else None
         if call is None or arena is None:
+            self.release(match)
             return None
         reply = self._channel.call(GetCall(match=match, blocks=blocks))
         if not isinstance(reply, GetReply) or not reply.transfer:
             self._channel.give_back()
+            self.release(match)
             return None
+        del self._open[match]
         frames = _cut_frames(arena, reply.run_counts, reply.runs)
         return Transfer(self._channel, reply, call, frames)
 
