@@ -1,0 +1,213 @@
+"""Redis: the tier with its checksums, beside a bare RESP loop and redis-py, over loopback TCP.
+
+The bare loop is the least a client can do in Python: SET with sendmsg from the block's memory, GET
+with recv_into it, two requests in flight. redis-py is used as most do: set and get, one by one,
+with hiredis. Puts go to database 0, which is emptied before each one; gets read what lies in
+database 1.
+"""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+from bench.engine import RING_BYTES, free_port
+from bench.nvme import Frames
+from bench.rows import Row, rows_of
+from bench.timing import Run, take_turns
+from tierkv.stages import READS_PER_JOB
+from tierkv.tier import Item, Status
+from tierkv.tiers.redis import RedisSettings, RedisTier
+from tierkv.wrap import Sealed
+
+IN_FLIGHT = 2
+START_S = 10.0
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[int]:
+    """Run a server that keeps nothing on disk; yields its loopback port."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        words = {
+            "port": str(port), "bind": "127.0.0.1", "dir": folder, "save": "",
+            "appendonly": "no", "maxmemory": "4gb", "logfile": f"{folder}/log",
+        }  # fmt: skip
+        options = [word for name, value in words.items() for word in (f"--{name}", value)]
+        server = subprocess.Popen(["redis-server", *options])
+        try:
+            until = time.monotonic() + START_S
+            while not _answers(port):
+                assert server.poll() is None, "redis-server did not start"
+                assert time.monotonic() < until, "redis-server does not answer"
+                time.sleep(0.02)
+            yield port
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+class Bare:
+    """A connection that sends and receives whole values, and nothing else."""
+
+    def __init__(self, port: int, database: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(b"SELECT %d\r\n" % database)
+        self._expect(b"+OK\r\n")
+
+    def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> float:
+        """SET all values and return the seconds."""
+        start = time.perf_counter()
+        waiting = 0
+        for key, value in zip(keys, values, strict=True):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value))
+            views = [memoryview(head), value, memoryview(b"\r\n")]
+            while views:
+                sent = self._socket.sendmsg(views)
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+            waiting += 1
+            if waiting == IN_FLIGHT:
+                self._expect(b"+OK\r\n")
+                waiting -= 1
+        self._expect(b"+OK\r\n" * waiting)
+        return time.perf_counter() - start
+
+    def get(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> float:
+        """GET all values into memory and return the seconds."""
+        start = time.perf_counter()
+        asks = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
+        self._socket.sendall(b"".join(asks[:IN_FLIGHT]))
+        for number, value in enumerate(values):
+            self._expect(b"$%d\r\n" % len(value))
+            at = 0
+            while at < len(value):
+                at += self._socket.recv_into(value[at:])
+            self._expect(b"\r\n")
+            if number + IN_FLIGHT < len(asks):
+                self._socket.sendall(asks[number + IN_FLIGHT])
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _expect(self, text: bytes) -> None:
+        got = b""
+        while len(got) < len(text):
+            got += self._socket.recv(len(text) - len(got))
+        assert got == text, got
+
+
+class Tier:
+    """The tier under its checksums, over the frames of a ring."""
+
+    def __init__(self, port: int, database: int, frames: Frames, back: Frames) -> None:
+        url = f"redis://127.0.0.1:{port}/{database}"
+        self._tier = RedisTier(RedisSettings(url=url, timeout_s=10.0))
+        self._sealed = Sealed(self._tier)
+        self._frames, self._back = frames, back
+        self._seed = 0
+        self._written: list[Item] = []
+
+    def put(self) -> float:
+        """Write the ring under new keys and return the seconds."""
+        for item in self._written:
+            self._tier.free(item.locator, item.nbytes)
+        self._seed += 1
+        ids = self._frames.name(self._seed)
+        places = [self._tier.reserve(self._frames.nbytes) for _ in ids]
+        self._written = self._frames.items(ids, [place for place in places if place is not None])
+        start = time.perf_counter()
+        for batch in _batches(self._written):
+            outcomes = self._sealed.write(batch)
+            assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
+        return time.perf_counter() - start
+
+    def get(self) -> float:
+        """Read the ring back, verified, and return the seconds."""
+        ids = [item.id for item in self._written]
+        items = self._back.items(ids, [item.locator for item in self._written])
+        start = time.perf_counter()
+        for batch in _batches(items):
+            outcomes = self._sealed.read(batch)
+            assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Close the tier."""
+        self._tier.close()
+
+
+def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    for at in range(0, len(items), READS_PER_JOB):
+        yield items[at : at + READS_PER_JOB]
+
+
+def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> list[Row]:
+    """Measure writes and verified reads of one block size."""
+    if shutil.which("redis-server") is None:
+        absent["redis"] = "redis-server is not installed: make setup as root installs it"
+        return []
+    import redis
+
+    with contextlib.ExitStack() as ends:
+        port = ends.enter_context(redis_server())
+        frames, back = Frames(block_bytes, seed), Frames(block_bytes, seed + 1)
+        values = [piece[:block_bytes] for piece in frames.pieces]
+        targets = [piece[:block_bytes] for piece in back.pieces]
+        keys = [b"bare%d" % number for number in range(frames.count)]
+        clients = [redis.Redis(port=port, db=database) for database in (0, 1)]
+        tiers = [Tier(port, database, frames, back) for database in (0, 1)]
+        bares = [Bare(port, database) for database in (0, 1)]
+        for closes in zip(clients, tiers, bares, strict=True):
+            for closing in closes:
+                ends.callback(closing.close)
+        whole = [bytes(value) for value in values]
+
+        def emptied(run: Run) -> Run:
+            def one() -> float:
+                clients[0].flushdb()
+                return run()
+
+            return one
+
+        def loop_set(client: "redis.Redis") -> float:
+            start = time.perf_counter()
+            for key, value in zip(keys, whole, strict=True):
+                client.set(b"py" + key, value)
+            return time.perf_counter() - start
+
+        def loop_get() -> float:
+            start = time.perf_counter()
+            for key in keys:
+                clients[1].get(b"py" + key)
+            return time.perf_counter() - start
+
+        puts = {
+            "tierkv": emptied(tiers[0].put),
+            "limit": emptied(lambda: bares[0].put(keys, values)),
+            "redis-py": emptied(lambda: loop_set(clients[0])),
+        }
+        tiers[1].put()
+        bares[1].put(keys, values)
+        loop_set(clients[1])
+        gets = {
+            "tierkv": tiers[1].get,
+            "limit": lambda: bares[1].get(keys, targets),
+            "redis-py": loop_get,
+        }
+        blocks = RING_BYTES // block_bytes
+        rows = rows_of("redis", "put", block_bytes, blocks, take_turns(puts, turns, 1, seed))
+        return rows + rows_of("redis", "get", block_bytes, blocks, take_turns(gets, turns, 1, seed))
