@@ -1,0 +1,203 @@
+"""The contract every policy keeps, as a suite to inherit.
+
+class TestLru(PolicyContract):
+    def make_policy(self, tiers: int) -> Policy: ...
+"""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.frames import WHOLE, key_of
+from tierkv.catalog import READY, Catalog, Unit
+from tierkv.policy import Policy
+
+SIZE = 4096
+
+
+class Shelf:
+    """A catalog with chains of placements, and a policy that is told of them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.catalog = Catalog(["host", "nvme"])
+        self.catalog.part_number(WHOLE)
+        self.parent: dict[int, int] = {}
+        self._next = 0
+
+    def add(self, count: int, *, tier: int = 0, size: int = SIZE, ready: bool = True) -> list[int]:
+        """Make placements."""
+        numbers = range(self._next, self._next + count)
+        self._next += count
+        units = [Unit(key_of(n), 0, 1, 4, 0, size, size, n, 0, 0, 0) for n in numbers]
+        rows = self.catalog.begin(tier, units)
+        if ready:
+            self.catalog.commit(rows)
+        return rows
+
+    def chain(self, count: int, behind: int = -1, *, tier: int = 0, size: int = SIZE) -> list[int]:
+        """Make a chain, or a branch behind a placement; untouched."""
+        rows = self.add(count, tier=tier, size=size)
+        for row, parent in zip(rows, [behind, *rows[:-1]], strict=True):
+            self.parent[row] = parent
+        return rows
+
+    def path(self, row: int) -> list[int]:
+        """Return a placement and all before it, head first."""
+        out: list[int] = []
+        while row != -1:
+            out.insert(0, row)
+            row = self.parent[row]
+        return out
+
+    def touch(self, row: int) -> None:
+        """Use the chain that ends here."""
+        self.policy.touched(self.catalog, self.path(row))
+
+    def drop(self, rows: list[int]) -> None:
+        """Give placements up."""
+        self.catalog.leave(rows)
+        self.catalog.gone(rows)
+        self.policy.forgot(rows)
+        for row in rows:
+            self.parent.pop(row, None)
+
+    def victims(self, need: int, tier: int = 0) -> list[int]:
+        """Ask, and check what every answer keeps."""
+        rows = self.policy.victims(self.catalog, tier, need)
+        sizes = self.catalog.allocated
+        assert len(set(rows)) == len(rows)
+        for row in rows:
+            assert self.catalog.state[row] == READY
+            assert not self.catalog.holds[row]
+            assert self.catalog.tier[row] == tier
+        if need > 0 and rows:
+            assert sum(sizes[row] for row in rows[:-1]) < need, "more than was asked for"
+        for row, parent in self.parent.items():
+            usable = self.catalog.state[row] == READY and not self.catalog.holds[row]
+            assert parent not in rows or row in rows or not usable, "a head goes before its tail"
+        return rows
+
+
+class PolicyContract:
+    """Inherit and implement `make_policy`."""
+
+    def make_policy(self, tiers: int) -> Policy:
+        """Return a policy that was told of nothing."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def shelf(self) -> Iterator[Shelf]:
+        shelf = Shelf(self.make_policy(2))
+        yield shelf
+        shelf.victims(1 << 40)
+
+    def test_nothing_is_given_up_for_nothing(self, shelf: Shelf) -> None:
+        rows = shelf.chain(4)
+        shelf.touch(rows[-1])
+        assert shelf.victims(0) == []
+        assert shelf.victims(-1) == []
+        assert shelf.victims(1, tier=1) == []
+
+    def test_enough_is_given_up_or_all(self, shelf: Shelf) -> None:
+        rows = shelf.chain(10)
+        shelf.touch(rows[-1])
+        for need, count in (1, 1), (SIZE, 1), (SIZE + 1, 2), (10 * SIZE, 10), (1 << 50, 10):
+            assert len(shelf.victims(need)) == count
+
+    def test_asking_changes_nothing(self, shelf: Shelf) -> None:
+        rows = shelf.chain(10)
+        shelf.touch(rows[-1])
+        assert shelf.victims(3 * SIZE) == shelf.victims(3 * SIZE)
+
+    def test_a_chain_goes_tail_first(self, shelf: Shelf) -> None:
+        rows = shelf.chain(8)
+        shelf.touch(rows[-1])
+        assert set(shelf.victims(3 * SIZE)) == set(rows[5:])
+
+    def test_a_head_in_two_calls_stays_before_its_tail(self, shelf: Shelf) -> None:
+        """R24: the head came in an earlier call than the tail."""
+        rows = shelf.chain(2)
+        shelf.touch(rows[-1])
+        tail = shelf.chain(2, behind=rows[-1])
+        shelf.touch(tail[-1])
+        assert set(shelf.victims(2 * SIZE)) == set(tail)
+
+    def test_a_branch_keeps_its_trunk(self, shelf: Shelf) -> None:
+        trunk = shelf.chain(3)
+        one, two = shelf.chain(3, behind=trunk[-1]), shelf.chain(3, behind=trunk[-1])
+        shelf.touch(one[-1])
+        shelf.touch(two[-1])
+        assert not set(shelf.victims(6 * SIZE)) & set(trunk)
+
+    def test_held_and_unfinished_placements_stay(self, shelf: Shelf) -> None:
+        rows = shelf.chain(6)
+        shelf.touch(rows[-1])
+        writing = shelf.add(2, ready=False)
+        shelf.policy.touched(shelf.catalog, writing)
+        shelf.catalog.hold(rows[:4])
+        assert set(shelf.victims(1 << 40)) == set(rows[4:])
+        shelf.catalog.unhold(rows[:4])
+        assert set(shelf.victims(1 << 40)) == set(rows)
+        shelf.catalog.commit(writing)
+        assert set(shelf.victims(1 << 40)) == set(rows) | set(writing)
+
+    def test_tiers_are_kept_apart(self, shelf: Shelf) -> None:
+        rows, below = shelf.chain(4), shelf.chain(4, tier=1)
+        shelf.policy.touched(
+            shelf.catalog, [row for pair in zip(rows, below, strict=True) for row in pair]
+        )
+        assert set(shelf.victims(2 * SIZE, tier=1)) == set(below[2:])
+        assert set(shelf.victims(2 * SIZE)) == set(rows[2:])
+
+    def test_a_row_that_comes_back_is_another(self, shelf: Shelf) -> None:
+        old = shelf.chain(4)
+        shelf.touch(old[-1])
+        shelf.drop(old)
+        assert shelf.victims(1 << 40) == []
+        new = shelf.chain(4)
+        assert set(new) == set(old)
+        shelf.touch(new[-1])
+        assert set(shelf.victims(2 * SIZE)) == set(new[2:])
+
+    def test_rows_may_go_before_they_were_ever_touched(self, shelf: Shelf) -> None:
+        rows = shelf.add(3000, ready=False)
+        shelf.catalog.abort(rows)
+        shelf.policy.forgot(rows)
+        assert shelf.victims(1) == []
+
+    def test_answers_about_rows_fit_the_rows(self, shelf: Shelf) -> None:
+        rows = shelf.chain(8)
+        shelf.touch(rows[-1])
+        assert sorted(shelf.policy.oldest(rows)) == sorted(rows)
+        assert shelf.policy.oldest([]) == []
+        assert len(shelf.policy.keeps(shelf.catalog, 0, rows)) == len(rows)
+        assert shelf.policy.keeps(shelf.catalog, 0, []) == []
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_no_head_ever_goes_before_its_tail(self, shelf: Shelf, seed: int) -> None:
+        """`Shelf.victims` looks at every answer, over a growing and shrinking tree."""
+        rng = random.Random(seed)
+        for _ in range(400):
+            alive = list(shelf.parent)
+            act = rng.random()
+            if act < 0.35 or not alive:
+                behind = rng.choice([-1, *alive])
+                rows = shelf.chain(rng.randint(1, 4), behind, size=SIZE * rng.randint(1, 4))
+                shelf.touch(rows[-1])
+            elif act < 0.7:
+                shelf.touch(rng.choice(alive))
+            else:
+                shelf.drop(shelf.victims(SIZE * rng.randint(1, 12)))
+
+    def test_many_uses_stay_cheap(self, shelf: Shelf) -> None:
+        """A decision costs what it gives up, however much was used before."""
+        chains = [shelf.chain(50) for _ in range(20)]
+        for turn in range(2000):
+            shelf.touch(chains[turn * 7 % 20][-1])
+        start = time.perf_counter()
+        for _ in range(100):
+            shelf.victims(SIZE)
+        assert time.perf_counter() - start < 2.0
