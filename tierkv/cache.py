@@ -271,7 +271,7 @@ class TierKV:
         for row in found[old]:
             low.tier.free(int(row["locator"]), -(-int(row["nbytes"]) // granule) * granule)
         found, numbers = found[~old], numbers[~old]
-        order = np.lexsort((found["position"], -found["locator"]))
+        order = np.lexsort((-found["locator"], found["position"]))  # heads before tails
         self._adopt(low, found[order], numbers[order])
 
     def _adopt(
@@ -283,6 +283,7 @@ class TierKV:
         for codec_id, profile in BY_CODEC_ID.items():
             profile_of[codec_id] = profile.number
         granule = low.tier.granule
+        every = np.empty(len(found), np.int32)
         parts, inverse = np.unique(found["part"], axis=0, return_inverse=True)
         for index, part in enumerate(parts.tolist()):
             mine = np.flatnonzero(inverse.reshape(-1) == index)
@@ -297,6 +298,6 @@ class TierKV:
             columns |= {name: some[name] for name in names}
             keys = [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
             number = catalog.part_number(Part(*part))
-            rows = catalog.adopt(low.number, number, keys, columns)
-            store.policy.touched(catalog, rows)
-            store.totals["recovered"] += len(rows)
+            every[mine] = catalog.adopt(low.number, number, keys, columns)
+        store.policy.touched(catalog, every.tolist())
+        store.totals["recovered"] += len(found)

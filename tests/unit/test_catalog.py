@@ -163,7 +163,7 @@ def test_adopted_placements_are_ready() -> None:
     made.begin(0, [unit(0)])
     numbers = np.arange(2, 5)
     fields = [name for name in Unit._fields if name not in ("key", "part")]
-    columns = {name: numbers for name in fields}
+    columns = dict.fromkeys(fields, numbers)
     rows = made.adopt(1, 1, [key_of(0), key_of(3), key_of(4)], columns)
     assert [made.state[row] for row in rows] == [READY] * 3
     assert [made.tier[row] for row in rows] == [1] * 3

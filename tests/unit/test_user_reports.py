@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.memory_tier import MemoryTier
-from tests.stores import BLOCK, PAGE, TWO, Direct, Rig, chain, fill, payload_of
+from tests.stores import BLOCK, ONE, PAGE, TWO, Direct, Rig, chain, fill, payload_of
 from tierkv import calls
 from tierkv.cache import READ_THREADS
 from tierkv.client import Reservation
 from tierkv.executor import Threads
+from tierkv.part import Part
 
 LANES = {
     "control": 2, "grow": 1, "host-probe": 1, "nvme-read": READ_THREADS, "nvme-write": 1,
@@ -295,3 +296,22 @@ def test_r24_parts_of_a_block_count_as_one() -> None:
     assert rig.put(keys, parts=TWO, raw=PAGE // 2) == 6
     assert rig.put(chain(2, 2), parts=TWO, raw=PAGE // 2) == 4
     assert rig.match(keys, parts=TWO).blocks == 2
+
+
+@pytest.mark.parametrize("parts", [ONE, TWO])
+def test_r24_what_a_start_finds_loses_its_tail_first(parts: tuple[Part, ...]) -> None:
+    tier = MemoryTier()
+    rig = Rig(64, [tier])
+    for session in 1, 2:
+        rig.put(chain(session, 6), parts=parts, raw=1000)
+    rig.inline.drain()
+    tier.close()
+    again = Rig(64, [MemoryTier(tier.medium)])
+    store = again.store._store
+    order = store.policy.oldest(store.catalog.select(1, 2).tolist())
+    assert len(order) == 12 * len(parts)
+    for session in 1, 2:
+        keys = chain(session, 6)
+        found = [store.catalog.keys[row] for row in order]
+        places = [keys.index(key) for key in found if key in keys]
+        assert places == sorted(places, reverse=True)
