@@ -241,7 +241,7 @@ class Catalog:
         return np.flatnonzero(mine).astype(np.int32)
 
     def check(self, tier: int, space: Space, carrying: int = 0) -> None:
-        """Assert the capacity invariant of one tier, with what a placement takes twice meanwhile."""
+        """Assert the capacity invariant of a tier, with what a placement takes twice meanwhile."""
         placed = sum(self.bytes[tier][WRITING:]) + carrying
         assert space.free + space.dead + placed == space.capacity, (
             f"{self.tiers[tier]}: free {space.free} + dead {space.dead} + placed {placed} "

@@ -1,5 +1,6 @@
 """Puts: from offered blocks to reserved pages, and from written pages to visible blocks."""
 
+import logging
 import secrets
 from array import array
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from tierkv.write_behind import WriteBehind
 
 HEADER_BYTES = frame.header_bytes(1)
 FINGERPRINT_BYTES = 32
+UNUSED_FROM = 1000
+"""Blocks stored without one hit on what was found at start before that is called a problem."""
+_LOG = logging.getLogger("tierkv")
 _NO_ARTIFACT = bytes(32)
 
 
@@ -118,6 +122,7 @@ class Puts:
         store.abort(given_up)
         catalog.commit(done)
         store.totals["put_units"] += len(done)
+        self._look_for_reuse()
         store.check()
         self._write_behind.offer(done)
         return Done(units=len(done))
@@ -133,6 +138,24 @@ class Puts:
         """Give up everything of an owner that is gone."""
         for number in [n for n, held in self.open.items() if held.owner == owner]:
             self.abort(owner, AbortCall(reservation=number))
+
+    def _look_for_reuse(self) -> None:
+        """Say once when much is stored and nothing that was found at start is ever asked for.
+
+        Then the runs before this one named the same content differently: another identity, other
+        extras, or a connector that does not hash alike in every process.
+        """
+        store = self._store
+        found, lower = store.totals["recovered"], sum(store.hits.values()) - store.hits["host"]
+        if found and not lower and store.totals["put_units"] >= UNUSED_FROM:
+            if not store.counters["no_reuse_across_restarts"]:
+                _LOG.warning(
+                    "%d blocks were stored and none of the %d found at start was ever asked for: "
+                    "compare model, weights, dtype, extras and tokens per block of the two runs",
+                    store.totals["put_units"],
+                    found,
+                )
+            store.counters["no_reuse_across_restarts"] = 1
 
     def _take(self, owner: int, number: int) -> _Reservation | None:
         found = self.open.get(number)

@@ -116,6 +116,7 @@ COUNTERS: dict[str, str] = {
     "corrupt": "Copies dropped because a checksum or a header did not fit.",
     "unknown_format": "Copies kept but not used: a version or codec this release does not know.",
     "invariant_broken": "Bookkeeping did not add up; the store answers only misses since.",
+    "no_reuse_across_restarts": "1: nothing found at start was asked for, and much was stored.",
     "call_refused": "Calls with an argument out of bounds.",
     "server_accept_failed": "Connections not accepted: the process has no descriptors left.",
     "server_connections": "Connections accepted; not a failure.",

@@ -1,0 +1,88 @@
+"""Downwards and back: one read for many, what a stop writes first, and reuse that never comes."""
+
+import logging
+
+import pytest
+
+from tests.memory_tier import Medium, MemoryTier
+from tests.stores import PAGE, Rig, chain
+from tierkv import calls, frame
+from tierkv.executor import Inline, Job
+from tierkv.puts import UNUSED_FROM
+from tierkv.tier import Outcome, Status
+from tierkv.write_behind import BATCH_FRAMES
+
+
+def test_several_waiters_for_one_block_make_one_read() -> None:
+    medium = Medium()
+    first = Rig(lower=[MemoryTier(medium)])
+    keys = chain(1, 3)
+    first.put(keys)
+    assert first.flush(keys) == b"\1\1\1"
+    tier = MemoryTier(medium)
+    rig = Rig(lower=[tier])
+    asked = [rig.store.match(owner, rig.match_call(keys)) for owner in (1, 2, 3)]
+    assert all(reply.pending for reply in asked)
+    rig.inline.drain()
+    got = [
+        rig.store.settle(owner, calls.SettleCall(match=reply.match))
+        for owner, reply in zip((1, 2, 3), asked, strict=True)
+    ]
+    assert [reply.blocks for reply in got] == [3, 3, 3]
+    assert [op for op, _ in tier.calls].count("read") == len(keys)
+    for owner, reply in zip((1, 2, 3), got, strict=True):
+        rig.store.release(owner, calls.ReleaseCall(match=reply.match))
+    rig.idle()
+
+
+class Once(Inline):
+    """Runs one job of the lower tier's write lane at once, when it may."""
+
+    armed = False
+
+    def submit(self, lane: str, job: Job) -> None:
+        if self.armed and lane == "nvme-write":
+            self.armed = False
+            job()
+        else:
+            super().submit(lane, job)
+
+
+def test_a_stop_writes_first_what_was_used_last() -> None:
+    medium, executor = Medium(), Once()
+    tier = MemoryTier(medium)
+    tier.fault = lambda _op, _item: Outcome(Status.THROTTLED)
+    rig = Rig(pages=128, lower=[tier], executor=executor)
+    sessions = [chain(number, 40) for number in range(3)]
+    for keys in sessions:
+        rig.put(keys, raw=PAGE // 2)
+        executor.drain()
+    rig.store.match(1, rig.match_call(sessions[0]))
+    rig.store.end_leases(1)
+    assert not medium.frames
+    tier.fault = lambda _op, _item: None
+    executor.armed = True
+    rig.store.close(0.0)
+    headers = [frame.parse(data[: frame.MAX_HEADER_BYTES]) for data in medium.frames.values()]
+    written = {header.key for header in headers if isinstance(header, frame.Header)}
+    assert len(written) == BATCH_FRAMES
+    assert written == set(sessions[0][:BATCH_FRAMES]), "a chain is worth nothing without its head"
+
+
+@pytest.mark.parametrize(("asked", "warned"), [(False, 1), (True, 0)])
+def test_r01_much_stored_and_nothing_found_again_is_said_once(
+    caplog: pytest.LogCaptureFixture, *, asked: bool, warned: int
+) -> None:
+    medium = Medium()
+    first = Rig(lower=[MemoryTier(medium)])
+    first.put(chain(0, 4))
+    first.flush(chain(0, 4))
+    rig = Rig(pages=64, lower=[MemoryTier(medium)])
+    if asked:
+        rig.read(chain(0, 4))
+    with caplog.at_level(logging.WARNING, "tierkv"):
+        for session in range(1, UNUSED_FROM // 8 + 4):
+            rig.put(chain(session, 8), raw=PAGE // 2)
+            rig.inline.drain()
+    assert caplog.text.count("none of the 4 found at start was ever asked for") == warned
+    assert rig.stat()["counters"].get("no_reuse_across_restarts", 0) == warned
