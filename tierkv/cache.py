@@ -196,6 +196,7 @@ class TierKV:
         with self._store.lock:
             self._write_behind.tick()
             self._health.tick()
+            self._stages.tick()
             return max(self._matches.expire(), 0.001)
 
     def end_leases(self, owner: int) -> None:

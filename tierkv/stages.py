@@ -20,6 +20,8 @@ from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
 
 READS_PER_JOB = 4
 NEGATIVE_S = 2.0
+LEARN_S = 1.0
+"""How often at least a shared tier is asked for what other sidecars cleared."""
 FIRST_PROBE = 64
 PROBE_GROWTH = 8
 NEGATIVE_LIMIT = 65536
@@ -38,6 +40,9 @@ class Stages:
         self._on_read = on_read
         self._absent: dict[bytes, float] = {}
         """First missing key of a probed chain -> until when not to ask again."""
+        self._origins: dict[int, Lower] = {}
+        """RAM row on its way -> the tier it is read from."""
+        self._learn_at = 0.0
         matches.on_pending = self.consider
 
     def consider(self, match: Match, heads: list[int]) -> None:
@@ -69,7 +74,9 @@ class Stages:
         fidelity, namespace = match.call.fidelity, match.namespace
         row = catalog.in_tier(head, RAM)
         if row != NONE:
-            there = catalog.state[row] == READY or row in self._matches.arriving
+            origin = self._origins.get(row)
+            coming = origin is not None and store.usable(origin)
+            there = catalog.state[row] == READY or coming
             return row if there and store.answers(row, fidelity, namespace) else NONE
         for low in store.lower:
             if store.usable(low):
@@ -111,6 +118,18 @@ class Stages:
                 self._stage(match, heads, self._reach(match, heads))
                 if not match.awaited:
                     self._matches.finish(match)
+
+    def tick(self) -> None:
+        """Hear of other sidecars' clears in time, even when RAM answers everything."""
+        store = self._store
+        for low in store.lower:
+            if low.shared is not None and store.clock() >= self._learn_at:
+                self._learn_at = float("inf")  # until this one has been answered
+                store.executor.submit("control", partial(self._learn, low.shared))
+
+    def _learn(self, tier: SharedTier) -> None:
+        self._learn_generations(tier)
+        self._learn_at = self._store.clock() + LEARN_S
 
     def _learn_generations(self, tier: SharedTier) -> None:
         store, news = self._store, False
@@ -208,6 +227,7 @@ class Stages:
             if catalog.tier[source] != RAM:
                 target = self._begin(source)
                 arriving[target] = []
+                self._origins[target] = store.lower[catalog.tier[source] - 1]
                 reads.setdefault(catalog.tier[source], []).append((target, source))
             elif catalog.state[source] == READY:
                 catalog.hold([source])
@@ -261,6 +281,7 @@ class Stages:
 
     def _arrived(self, low: Lower, target: int, source: int, item: Item, outcome: Outcome) -> None:
         store, catalog = self._store, self._store.catalog
+        del self._origins[target]
         store.unhold([source])
         minimum = store.namespaces.minimum[catalog.namespace[target]]
         if outcome.status is Status.DONE:
