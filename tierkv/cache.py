@@ -122,6 +122,8 @@ class TierKV:
     def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
         """Turn a lease into a transfer."""
         with self._store.lock:
+            if self._store.broken:
+                return calls.GetReply(transfer=0)
             return self._matches.get(owner, call)
 
     def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
@@ -135,6 +137,8 @@ class TierKV:
     def commit(self, owner: int, call: calls.CommitCall) -> calls.Done:
         """Make written units visible."""
         with self._store.lock:
+            if self._store.broken:
+                return calls.Done()
             return self._puts.commit(owner, call)
 
     def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 from tierkv.calls import MAX_UNITS
 from tierkv.catalog import NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
-from tierkv.errors import invalid
+from tierkv.errors import invalid, unavailable
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import Namespaces
@@ -98,7 +99,7 @@ class Store:
         clock: Clock,
         settings: StoreSettings,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = _Lock(self)
         self.host = host
         self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
         self.catalog = Catalog(["host", *(tier.name for tier in lower)])
@@ -307,8 +308,12 @@ class Store:
                 if lower.shared is None:
                     self.catalog.check(lower.number, lower.tier.space(), lower.carrying)
         except AssertionError as error:
-            self.broken = str(error)
-            self.counters["invariant_broken"] += 1
+            self.broke(error)
+
+    def broke(self, error: BaseException) -> None:
+        """Answer only misses from now on."""
+        self.broken = self.broken or str(error) or "an assertion failed"
+        self.counters["invariant_broken"] += 1
 
     def parts_of(self, packed: bytes) -> list[int]:
         """Return part numbers of a call. Raises: TierKVError (invalid)."""
@@ -322,6 +327,32 @@ class Store:
             known = [self.catalog.part_number(Part.unpack(one)) for one in cut]
             self._parts[packed] = known
         return known
+
+
+class _Lock:
+    """The store's lock, re-entrant; an assertion that fails under it breaks the store.
+
+    It leaves the lock as a TierKVError (unavailable), which every client takes for a miss.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, AssertionError):
+            self._store.broke(error)
+        self._lock.release()
+        if isinstance(error, AssertionError):
+            raise unavailable(f"the store answers only misses: {error}") from error
 
 
 def seconds_of(deadline_s: float) -> float:
