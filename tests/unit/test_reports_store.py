@@ -1,95 +1,31 @@
 """What users reported, at the level of the store, over the real NVMe tier where it is about one."""
 
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.memory_tier import MemoryTier
-from tests.stores import BLOCK, PAGE, Rig, chain, pattern
+from tests.disk_rigs import (
+    MIB,
+    Hooked,
+    Open,
+    counters,
+    evict_ram,
+    opening,
+    shared,
+    stuck_rig,
+    texts,
+)
+from tests.stores import BLOCK, PAGE, chain
 from tierkv import calls
-from tierkv.catalog import READY
-from tierkv.errors import TierKVError
-from tierkv.executor import Inline, Threads
-from tierkv.simulation.lanes import Time
-from tierkv.simulation.media import Faults
-from tierkv.simulation.server import ModelShared, Server
-from tierkv.store import RAM
-from tierkv.tier import DurableTier, Item, Outcome
-from tierkv.tiers.nvme import NvmeSettings, NvmeTier
+from tierkv.simulation.server import Server
 from tierkv.tiers.region_log import LOG_NAME
-
-MIB = 1 << 20
-Open = Callable[..., Rig]
-
-
-class Hooked(NvmeTier):
-    """The real tier; tells a test when it is in the middle of I/O, outside of the store's lock."""
-
-    between: Callable[[str], None] = staticmethod(lambda _op: None)
-
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes = super().write(items)
-        self.between("write")
-        return outcomes
-
-    def read(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes = super().read(items)
-        self.between("read")
-        return outcomes
-
-
-def shared(server: Server) -> ModelShared:
-    return ModelShared(server, Faults(random.Random(0), 0.0), Time(), lambda: None)
 
 
 @pytest.fixture
 def open_rig(tmp_path: Path) -> Iterator[Open]:
-    """Open a store over a directory; opening the directory again is a restart after kill -9."""
-    tiers: dict[str, NvmeTier] = {}
-
-    def make(
-        folder: str = "nvme", *others: DurableTier, pages: int = 32, size: int = 20 * MIB,
-        **fields: Any,
-    ) -> Rig:  # fmt: skip
-        if folder in tiers:
-            tiers[folder].close()
-        settings = NvmeSettings(
-            path=str(tmp_path / folder), size_bytes=size, region_bytes=MIB, free_floor_bytes=0
-        )
-        tiers[folder] = Hooked(settings)
-        return Rig(pages, [tiers[folder], *others], **fields)
-
-    yield make
-    for tier in tiers.values():
-        tier.close()
-
-
-def evict_ram(rig: Rig) -> None:
-    """Make RAM forget everything that nobody holds."""
-    store = rig.store._store
-    with store.lock:
-        rows = store.catalog.select(RAM, READY).tolist()
-        store.drop([row for row in rows if not store.catalog.holds[row]])
-
-
-def texts(keys: Sequence[bytes], text: bytes) -> list[bytes]:
-    return [pattern(text + key + b"\0", BLOCK) for key in keys]
-
-
-def place(rig: Rig, key: bytes) -> int:
-    """Return where in the log a block lies."""
-    catalog = rig.store._store.catalog
-    row = catalog.in_tier(catalog.find([key], 0)[0], 1)
-    return int(catalog.locator[row])
-
-
-def counters(rig: Rig) -> dict[str, int]:
-    found: dict[str, int] = rig.stat()["counters"]
-    return found
+    with opening(tmp_path) as make:
+        yield make
 
 
 # --- R6: "cache cleared" answered success while a lower tier keeps serving ---
@@ -276,7 +212,8 @@ def test_r11_a_log_that_is_harmed_gives_right_bytes_or_misses(
     evict_ram(rig)
     harm(tmp_path / "nvme" / LOG_NAME)
     got = rig.read(keys)
-    expected = {empty: 0, halve: 2}.get(harm, 4)
+    left: dict[Callable[[Path], None], int] = {empty: 0, halve: 2}
+    expected = left.get(harm, 4)
     assert got == texts(keys, b"old")[:expected]
     known = rig.match(keys).blocks
     assert known == expected, "what cannot be read is forgotten"
@@ -300,23 +237,6 @@ def test_r11_evicting_what_is_gone_is_no_error(open_rig: Open, tmp_path: Path) -
 
 
 # --- R12: a hit that never completes ---
-
-
-class Stuck(Inline):
-    """Jobs that wait for `drain`, as if their thread hung since `since`."""
-
-    age = 0.0
-
-    def oldest(self, lane: str) -> float:
-        return self.age if any(name == lane for name, _ in self.jobs) else 0.0
-
-
-def stuck_rig(pages: int = 16) -> tuple[Rig, Stuck]:
-    executor = Stuck()
-    rig = Rig(pages, [MemoryTier()], executor=executor)
-    rig.inline = executor
-    executor.drain()
-    return rig, executor
 
 
 def test_r12_a_read_that_never_returns_is_a_miss_at_the_deadline() -> None:
