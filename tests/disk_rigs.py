@@ -2,12 +2,14 @@
 
 import contextlib
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.memory_tier import MemoryTier
-from tests.stores import BLOCK, Rig, pattern
+from tests.stores import BLOCK, Clock, Rig, pattern
 from tierkv.catalog import READY
 from tierkv.executor import Inline
 from tierkv.simulation.lanes import Time
@@ -102,3 +104,26 @@ def stuck_rig(pages: int = 16) -> tuple[Rig, Stuck]:
     rig.inline = executor
     executor.drain()
     return rig, executor
+
+
+class Wall(Clock):
+    """The real time, for stores with threads."""
+
+    def __call__(self) -> float:
+        return time.monotonic()
+
+
+class Answer:
+    """Takes one reply in any thread and gives it to the one who waits."""
+
+    def __init__(self) -> None:
+        self._there = threading.Event()
+        self._reply: Any = None
+
+    def __call__(self, reply: object) -> None:
+        self._reply = reply
+        self._there.set()
+
+    def wait(self) -> Any:
+        assert self._there.wait(10), "no answer"
+        return self._reply

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_rigs import MIB, Open, counters, evict_ram, opening, place, stuck_rig, texts
+from tests.disk_rigs import (
+    MIB,
+    Answer,
+    Open,
+    Wall,
+    counters,
+    evict_ram,
+    opening,
+    place,
+    stuck_rig,
+    texts,
+)
 from tests.memory_tier import MemoryTier
 from tests.stores import PAGE, Rig, chain
 from tierkv import calls
@@ -190,16 +201,16 @@ def test_r21_what_lies_is_dropped_and_counted(open_rig: Open, tmp_path: Path, ha
 def test_r21_a_read_that_hangs_leaves_the_others_their_threads() -> None:
     hangs, let_go = threading.Event(), threading.Event()
     tier = MemoryTier()
-    rig = Rig(64, [tier], executor=Threads(LANES), clock=time.monotonic)
+    rig = Rig(64, [tier], executor=Threads(LANES), clock=Wall())
     stuck, fine = chain(1, 2), chain(2, 2)
     for keys in (stuck, fine):
         rig.put(keys, b"old")
-        durable = threading.Event()
+        durable = Answer()
         call = calls.FlushCall(
             namespace="one", keys=b"".join(keys), parts=rig.match_call(keys).parts, deadline_s=10.0
         )
-        rig.store.flush(call, lambda _, durable=durable: durable.set())
-        assert durable.wait(10)
+        rig.store.flush(call, durable)
+        assert durable.wait().durable == b"\1\1"
     evict_ram(rig)
     names = set(stuck)
 
@@ -214,14 +225,10 @@ def test_r21_a_read_that_hangs_leaves_the_others_their_threads() -> None:
     tier.fault = fault
     assert rig.store.match(1, rig.match_call(stuck)).pending
     assert hangs.wait(10)
-    answers: list[calls.MatchReply] = []
-    answered = threading.Event()
+    answer = Answer()
     reply = rig.store.match(1, rig.match_call(fine))
-    rig.store.wait(
-        1, calls.WaitCall(match=reply.match), lambda got: (answers.append(got), answered.set())
-    )
-    assert answered.wait(10)
-    assert answers[0].blocks == 2
+    rig.store.wait(1, calls.WaitCall(match=reply.match), answer)
+    assert answer.wait().blocks == 2
     let_go.set()
     rig.store.close(0.0)
 
@@ -275,14 +282,12 @@ def load_seconds(rig: Rig, sessions: range) -> list[float]:
     """Return how long each session's chain takes to come up, slowest last."""
     out = []
     for session in sessions:
-        answered = threading.Event()
+        answer = Answer()
         begun = time.monotonic()
         reply = rig.store.match(1, rig.match_call(chain(session, 4), raw_bytes=RAW))
-        rig.store.wait(1, calls.WaitCall(match=reply.match), lambda _, a=answered: a.set())
-        assert answered.wait(10)
+        rig.store.wait(1, calls.WaitCall(match=reply.match), answer)
+        assert answer.wait().blocks == 4
         out.append(time.monotonic() - begun)
-        got = rig.store.settle(1, calls.SettleCall(match=reply.match))
-        assert got.blocks == 4
         rig.store.release(1, calls.ReleaseCall(match=reply.match))
     return sorted(out)
 
@@ -290,7 +295,7 @@ def load_seconds(rig: Rig, sessions: range) -> list[float]:
 def test_r25_loads_keep_their_time_while_stores_saturate_the_disk() -> None:
     disk = SlowDisk()
     settings = {"write_behind_bytes": LIMIT}
-    rig = Rig(4096, [disk], executor=Threads(LANES), clock=time.monotonic, **settings)
+    rig = Rig(4096, [disk], executor=Threads(LANES), clock=Wall(), **settings)
     for session in range(80):
         rig.put(chain(session, 4), b"old", raw=RAW)
         while not rig.store._write_behind.idle():

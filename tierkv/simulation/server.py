@@ -12,6 +12,9 @@ from tierkv.simulation.lanes import Pause, Time
 from tierkv.simulation.media import REFUSALS, Faults, Medium, Name, parsed
 from tierkv.tier import DONE, FOUND, FrameId, Item, Outcome, Space, Status
 
+SPOILING = ("read_short", "read_corrupt", "read_missing")
+"""After these the reader gives the frame up."""
+
 
 @dataclass(slots=True)
 class Server:
@@ -140,4 +143,6 @@ class ModelShared(Medium):
         data = self._frame(item.id)
         if data is None or len(data) != item.nbytes:
             return Outcome(Status.MISSING)
+        if fault in SPOILING:
+            self._server.lost.add(item.id[:2])
         return self._deliver(item, data, fault)
