@@ -9,7 +9,7 @@ bounded before anything is allocated from it.
 import enum
 import struct
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
@@ -35,7 +35,7 @@ _FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
 _CHECKSUM_AT = _FIXED.size - 8
 _SEGMENT = struct.Struct("<Q16s")
 _ALIGN = 64
-_FIDELITIES = frozenset(map(int, Fidelity))
+_FIDELITIES = {int(fidelity): fidelity for fidelity in Fidelity}
 
 CONTENT = slice(16, 168)
 """Header bytes that name the content and never change while a frame lives; readers compare them."""
@@ -128,10 +128,12 @@ def pack(header: Header) -> bytes:
 
 def parse(data: Buffer | bytes) -> Header | Refusal:
     """Read a header from the first bytes of a frame; never reads past `MAX_HEADER_BYTES`."""
-    refusal = _refuse(data)
+    if len(data) < _FIXED.size:
+        return Refusal.CORRUPT
+    fields = _FIXED.unpack_from(data)
+    refusal = _refuse(fields, len(data))
     if refusal is not None:
         return refusal
-    fields = _FIXED.unpack_from(data)
     size, codec_id, flags, fidelity, _, count = fields[2:8]
     raw = bytearray(data[:size])
     raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
@@ -148,7 +150,7 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
     return Header(
         codec_id=codec_id,
         flags=flags & ~SEALED,
-        fidelity=Fidelity(fidelity),
+        fidelity=_FIDELITIES[fidelity],
         tokens=fields[8],
         position=fields[9],
         generation=fields[10],
@@ -164,20 +166,21 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
     )
 
 
-def _refuse(data: Buffer | bytes) -> Refusal | None:
-    """Look at the fields that say how to read the others."""
-    if len(data) < _FIXED.size:
-        return Refusal.CORRUPT
-    magic, version, size, _, _, _, zero, count = struct.unpack_from("<4sHHHHBBH", data)
+def _refuse(fields: tuple[Any, ...], length: int) -> Refusal | None:
+    """Look at the fields that say how to read the others, of `length` bytes."""
+    magic, version, size, _, _, _, zero, count = fields[:8]
     if magic != MAGIC:
         return Refusal.CORRUPT
     if version != VERSION:
         return Refusal.UNKNOWN
-    sound = 1 <= count <= MAX_SEGMENTS and size == header_bytes(count) <= len(data) and not zero
+    sound = 1 <= count <= MAX_SEGMENTS and size == header_bytes(count) <= length and not zero
     return None if sound else Refusal.CORRUPT
 
 
 def _parse_segments(raw: bytearray, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    if count == 1:
+        length, checksum = _SEGMENT.unpack_from(raw, _FIXED.size)
+        return (length,), (checksum,)
     end = _FIXED.size + count * _SEGMENT.size
     pairs = list(_SEGMENT.iter_unpack(memoryview(raw)[_FIXED.size : end]))
     return tuple(length for length, _ in pairs), tuple(checksum for _, checksum in pairs)
@@ -225,6 +228,9 @@ def digest(pieces: Sequence[Buffer]) -> bytes:
 
 def cut(pieces: Sequence[Buffer], start: int, length: int) -> list[memoryview]:
     """Return views of `length` bytes from `start` of the pieces taken as one run of bytes."""
+    if len(pieces) == 1:
+        view = memoryview(pieces[0])[start : start + length]
+        return [view] if view else []
     out: list[memoryview] = []
     for piece in pieces:
         size = len(piece)
