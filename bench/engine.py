@@ -46,11 +46,11 @@ def ring(block_bytes: int, seed: int, ring_bytes: int = RING_BYTES) -> list[torc
     return list(torch.from_numpy(data).unbind())
 
 
-def match_call(keys: bytes, block_bytes: int, deadline_s: float = 30.0) -> MatchCall:
-    """Return a question for exact blocks of one part."""
+def match_call(keys: bytes, block_bytes: int, *, fetch: bool = False) -> MatchCall:
+    """Return a question for exact blocks of one part; `fetch` asks for the transfer with it."""
     return MatchCall(
         namespace="bench", fingerprint=FINGERPRINT, keys=keys, parts=PARTS, fidelity=4, position=0,
-        tokens_per_block=TOKENS_PER_BLOCK, raw_bytes=block_bytes, deadline_s=deadline_s,
+        tokens_per_block=TOKENS_PER_BLOCK, raw_bytes=block_bytes, deadline_s=30.0, fetch=fetch,
     )  # fmt: skip
 
 
@@ -115,9 +115,12 @@ class Engine:
         assert done == len(keys) // 32, f"{done} of {len(keys) // 32} blocks were stored"
         return seconds
 
-    def get(self, keys: bytes) -> float:
-        """Match, fetch, copy out and release a chain; returns the seconds."""
-        call = match_call(keys, self._block_bytes)
+    def get(self, keys: bytes, *, fetch: bool = True) -> float:
+        """Match, get, copy out and release a chain; returns the seconds.
+
+        With `fetch` the match brings the transfer, as where scheduler and worker are one process.
+        """
+        call = match_call(keys, self._block_bytes, fetch=fetch)
         start = time.perf_counter()
         reply = self.client.match(call)
         if reply.pending:

@@ -126,11 +126,13 @@ def latency(samples: int, seed: int) -> list[Row]:
         for engine, keys in zip(engines, chains, strict=True):
             engine.put(keys)
             engine.verify(keys)
-        gets, puts, plain = [], [], []
+        gets, aparts, puts, plain = [], [], [], []
         fresh = itertools.count(100_000 + seed)
         for turn in range(samples + blocks):
             at = turn % blocks
             got = engines[at].get(chains[at])
+            after = (at + blocks // 8) % blocks
+            apart = engines[after].get(chains[after], fetch=False)
             put = engines[(at + blocks // 2) % blocks].put(chain(next(fresh), 1))
             other = (at + blocks // 4) % blocks
             start = time.perf_counter()
@@ -138,6 +140,7 @@ def latency(samples: int, seed: int) -> list[Row]:
             copied = time.perf_counter() - start
             if turn >= blocks:
                 gets.append(got)
+                aparts.append(apart)
                 puts.append(put)
                 plain.append(copied)
     return [
@@ -152,5 +155,5 @@ def latency(samples: int, seed: int) -> list[Row]:
             remark=f"the copy alone takes {percentile(plain, 50) * 1e6:.0f} us; the rest is"
             f" {(percentile(values, 50) - percentile(plain, 50)) * 1e6:.0f} us of calls",
         )
-        for op, values in (("get", gets), ("put", puts))
+        for op, values in (("get", gets), ("get_two_calls", aparts), ("put", puts))
     ]

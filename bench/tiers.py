@@ -9,7 +9,7 @@ it. Speeds are in GB (1e9 bytes) of blocks per second.
                      same blocks from and to the same arena; peers: LMCache's engine, Mooncake
     sidecar          the same through `tierkv serve`; peers: `lmcache server` over shared memory,
                      Mooncake over TCP
-    sidecar_latency  one 2 MiB block at a time
+    sidecar_latency  one 2 MiB block at a time; get_two_calls where match and get are two processes'
     nvme             the tier with its checksums; limit: O_DIRECT on a file beside it; peer: LMCache
     nvme_end_to_end  the store: put to flush, and match to copied out with all blocks on NVMe
     redis            the tier with its checksums; limit: a bare RESP loop; peer: redis-py
