@@ -102,8 +102,11 @@ class _Lane:
             self._ready.acquire()
             if self._stopped:
                 return
+            try:
+                job = self.jobs.popleft()
+            except IndexError:  # the lane was stopped since the look at `_stopped`
+                return
             self.running[me] = time.monotonic()
-            job = self.jobs.popleft()
             try:
                 job()
             except Exception as error:  # noqa: BLE001 - the edge: a bug ends in misses

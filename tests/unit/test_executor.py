@@ -2,12 +2,13 @@
 
 import logging
 import threading
+from collections import deque
 
 import pytest
 
 from tierkv import calls
 from tierkv.cache import TierKV
-from tierkv.executor import Inline, Threads
+from tierkv.executor import Inline, Job, Threads
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 
@@ -72,3 +73,19 @@ def test_inline_runs_only_when_stepped() -> None:
     executor.drain()
     assert seen == ["second", "first"]
     assert not executor.step()
+
+
+def test_a_stop_between_two_steps_of_a_thread_ends_it_quietly() -> None:
+    """The queue is emptied after a thread was woken for a job and before it takes it."""
+
+    class Emptied(deque[Job]):
+        def popleft(self) -> Job:
+            self.clear()
+            return super().popleft()
+
+    lane = Threads({"read": 1})._lanes["read"]
+    lane.jobs = Emptied()
+    lane.submit(lambda: None)
+    lane.threads[0].join(5)
+    assert not lane.threads[0].is_alive()
+    assert lane.running == {}
