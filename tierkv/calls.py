@@ -112,7 +112,7 @@ class PutCall(Call, frozen=True, tag="put"):
     """Offer sealed blocks. `profiles` are those the client can encode; the store picks one.
 
     `keys` is the whole chain from its first block; blocks before `start` are touched, not offered.
-    Is one of those gone, all are refused: a block behind a gap could not be found.
+    If one of those is gone all are refused: a block behind a gap could not be found.
     `position` is that of the chain's first token.
     """
 

@@ -32,6 +32,12 @@ class Model:
         found = self.copies.get(namespace, {}).get(unit, [])
         return [data for served, data in found if served >= fidelity]
 
+    def is_alone(self, namespace: str, unit: Unit) -> bool:
+        """Whether no copy of another namespace or class may take a unit's place below RAM."""
+        others = {space for space, units in self.copies.items() if unit in units}
+        classes = {fidelity for fidelity, _ in self.copies.get(namespace, {}).get(unit, [])}
+        return others == {namespace} and len(classes) == 1
+
     def generation(self, namespace: str) -> int:
         return self.cleared.get(namespace, 0)
 

@@ -307,7 +307,8 @@ class StoreMachine(RuleBasedStateMachine):
             if found:
                 name = (key, parts[unit % len(parts)])
                 assert self.model.allowed(call.namespace, name, 0), "durable but never put"
-                self.model.durable.add((call.namespace, name))
+                if self.model.is_alone(call.namespace, name):
+                    self.model.durable.add((call.namespace, name))
 
     def keeps_all(self) -> bool:
         """Whether nothing was ever given up below RAM."""
