@@ -76,9 +76,9 @@ class WriteBehind:
         """Queue what is not durable yet and answer when it is, or at the deadline."""
         store, catalog = self._store, self._store.catalog
         flush = _Flush(call, store.clock() + seconds_of(call.deadline_s), done)
-        queued = {entry[0] for queue in self.queues for entry in queue.waiting}
+        queued = {entry[:2] for queue in self.queues for entry in queue.waiting}
         rows = [catalog.in_tier(head, RAM) for head in self._heads(call)]
-        missing = [row for row in rows if row != NONE and row not in queued]
+        missing = [row for row in rows if row != NONE and (row, catalog.serial[row]) not in queued]
         self._flushes.append(flush)
         self.offer([row for row in missing if catalog.state[row] == READY], bounded=False)
         self._settle_flushes()
