@@ -367,3 +367,13 @@ def test_r25_a_load_goes_before_the_next_batch_of_stores() -> None:
     assert written_before * RAW <= BATCH_BYTES + RAW
     assert order.count("write") == 64
     assert StoreSettings().write_behind_bytes < 1 << 30
+
+
+def test_r25_a_flush_offers_again_what_the_full_queue_dropped() -> None:
+    """The place of a block that left RAM while it waited is not mistaken for the next one's."""
+    rig = Rig(16, [MemoryTier()], write_behind_bytes=PAGE)
+    rig.put(chain(1, 1))
+    evict_ram(rig)
+    rig.put(chain(2, 1))
+    assert counters(rig)["demote_dropped"] == 1
+    assert rig.flush(chain(2, 1)) == b"\1"
