@@ -386,11 +386,11 @@ def unit_of(keys: list[bytes], parts: Parts, unit: int) -> Unit:
 
 def test_a_store_over_a_dict() -> None:
     run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=60, stateful_step_count=40)
+        StoreMachine, settings=settings(max_examples=120, stateful_step_count=40)
     )
 
 
 def test_a_store_over_nvme() -> None:
     run_state_machine_as_test(
-        NvmeMachine, settings=settings(max_examples=20, stateful_step_count=30)
+        NvmeMachine, settings=settings(max_examples=30, stateful_step_count=40)
     )
