@@ -237,8 +237,10 @@ class Puts:
         store, catalog = self._store, self._store.catalog
         nbytes = HEADER_BYTES + length
         page = store.host.page_bytes
-        locator = store.host.truncate(catalog.locator[row], nbytes)
-        catalog.resize(row, nbytes, -(-nbytes // page) * page, locator)
+        locator, allocated = catalog.locator[row], -(-nbytes // page) * page
+        if allocated < catalog.allocated[row]:
+            locator = store.host.truncate(locator, nbytes)
+        catalog.resize(row, nbytes, allocated, locator)
         profile = BY_NUMBER[catalog.profile[row]]
         fidelity = Fidelity(catalog.fidelity[row])
         lossy = frame.LOSSY if fidelity < Fidelity.EXACT else 0
