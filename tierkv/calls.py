@@ -150,7 +150,7 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class CommitCall(Call, frozen=True, tag="commit"):
-    """Make written units visible: int64 payload bytes of each unit in order, 0 gives one up.
+    """Make written units visible: int64 payload bytes of each unit, 0 gives it and the rest up.
 
     `checksums`: xxh3-128 of each payload, n x 16 bytes, when the reply to the put asked for them.
     """

@@ -151,7 +151,7 @@ class Reservation:
         return frame.cut(self._frames[index], self._header_bytes, frame.MAX_PAYLOAD_BYTES)
 
     def commit(self, lengths: Sequence[int]) -> int:
-        """Make the units visible; `lengths` are payload bytes in order, 0 gives a unit up.
+        """Make the units visible; `lengths` are payload bytes, 0 gives a unit and the rest up.
 
         Returns: the count of units that became visible, 0 when the store is gone.
         """

@@ -112,8 +112,8 @@ class Puts:
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             bound = catalog.nbytes[row] - HEADER_BYTES
             minimum = store.namespaces.minimum[catalog.namespace[row]]
-            if not 0 < length <= bound or catalog.generation[row] < minimum:
-                given_up.append(row)
+            if given_up or not 0 < length <= bound or catalog.generation[row] < minimum:
+                given_up.append(row)  # and all behind it: no reader could reach them
                 continue
             checksum = sums[index * 16 : index * 16 + 16] if reservation.seal else b""
             self._seal(row, reservation, index, length, checksum)

@@ -103,10 +103,9 @@ class StoreMachine(RuleBasedStateMachine):
             written.append(data)
         visible = put.held.commit([len(data) for data in written])
         current = put.generation == self.model.generation(put.namespace)
-        assert visible == (sum(map(bool, written)) if current else 0)
-        for unit, data in zip(put.units, written, strict=True):
-            if data and current:
-                self.model.add(put.namespace, unit, (put.fidelity, data))
+        assert visible == (min(give_up, len(written)) if current else 0)
+        for unit, data in zip(put.units[:visible], written, strict=False):
+            self.model.add(put.namespace, unit, (put.fidelity, data))
 
     @precondition(lambda self: self.puts)
     @rule(pick=PICKS)
