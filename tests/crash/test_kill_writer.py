@@ -17,7 +17,7 @@ from tierkv.tiers.nvme import SIDE_BYTES
 REPOSITORY = Path(__file__).resolve().parents[2]
 START = "from tests.crash.rounds import serve; serve()"
 ROUNDS = 300
-RECLAIM_ROUNDS = 60
+RECLAIM_ROUNDS = 40
 SEED = 20261129
 SIZE, REGION = 64 * MIB, 2 * MIB
 SMALL_SIZE, SMALL_REGION = 24 * MIB, MIB
