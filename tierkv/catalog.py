@@ -261,16 +261,16 @@ class Catalog:
         """
         rows = list(range(len(self.keys), len(self.keys) + len(keys)))
         self.keys += keys
+        heads, blank = self._heads[part], np.zeros(len(keys), np.int8)
+        siblings = np.fromiter((heads.get(key, NONE) for key in keys), np.int32, len(keys))
+        given = {"part": blank.astype("h") + part, "tier": blank + tier, "state": blank + READY}
+        given |= {"serial": blank + 1, "sibling": siblings, **columns}
         for name, typecode in COLUMNS.items():
-            values = columns.get(name, np.zeros(len(keys), typecode))
+            values = given.get(name, blank)
             getattr(self, name).frombytes(values.astype(typecode).tobytes())
-        heads = self._heads[part]
-        start = rows[0] if rows else 0
-        self.part[start:] = array("h", [part]) * len(rows)
-        self.sibling[start:] = array("i", [heads.get(key, NONE) for key in keys])
         heads.update(zip(keys, rows, strict=True))
-        self._enter(tier, rows, int(columns["allocated"].sum()))
-        self.commit(rows)
+        self.bytes[tier][READY] += int(columns["allocated"].sum())
+        self.count[tier][READY] += len(rows)
         return rows
 
     def _change(self, name: str, rows: Rows) -> None:

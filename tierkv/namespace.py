@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,25 @@ def digest_of(name: str) -> bytes:
     if not _NAME.fullmatch(name):
         raise invalid(f"a namespace is 1 to 128 of A-Z a-z 0-9 . _ -, not {name[:140]!r}")
     return hashlib.sha256(b"tierkv.namespace.1" + name.encode()).digest()[:DIGEST_BYTES]
+
+
+def distinct(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.intp]]:
+    """Return the distinct rows of an array, and for each row the number of its like.
+
+    As `np.unique` over axis 0, which compares rows as bytes and needs seconds for a million; here
+    columns are sorted as words, and only when there are two different rows at all.
+    """
+    if (rows[1:] == rows[:1]).all():
+        return rows[:1], np.zeros(len(rows), np.intp)
+    wide = np.zeros((len(rows), -(-rows[:1].nbytes // 8) * 8), np.uint8)
+    wide[:, : rows[:1].nbytes] = np.ascontiguousarray(rows).view(np.uint8)
+    words = wide.view(np.uint64)
+    order = np.lexsort(words.T)
+    starts = np.ones(len(rows), np.bool_)
+    starts[1:] = (words[order[1:]] != words[order[:-1]]).any(axis=1)
+    inverse = np.empty(len(rows), np.intp)
+    inverse[order] = np.cumsum(starts) - 1
+    return rows[order[starts]], inverse
 
 
 class Namespaces:
@@ -40,9 +60,8 @@ class Namespaces:
 
     def numbers(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
         """Return the numbers of (n, 16) digests."""
-        unique, inverse = np.unique(digests, axis=0, return_inverse=True)
-        numbers = np.array([self.number(row.tobytes()) for row in unique], np.int32)
-        return numbers[inverse.reshape(-1)] if len(unique) else np.empty(0, np.int32)
+        unique, inverse = distinct(digests)
+        return np.array([self.number(row.tobytes()) for row in unique], np.int32)[inverse]
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a number."""

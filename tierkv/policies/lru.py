@@ -15,6 +15,7 @@ from tierkv.catalog import READY, Catalog, Rows
 KEEP_FROM = 0.75
 """A reclaimed region's survivors were used more lately than this share of the tier's queue."""
 _COMPACT_FROM = 4096
+_BULK_FROM = 96
 
 
 class _Queue:
@@ -52,6 +53,9 @@ class Lru:
         stamp, tiers, queues, now = self._stamp, view.tier, self._queues, self._next
         if len(tiers) > len(stamp):
             stamp.frombytes(bytes(8 * (len(tiers) - len(stamp))))
+        if len(rows) >= _BULK_FROM:
+            self._touched_many(view, rows)
+            return
         for row in reversed(rows):
             queue = queues[tiers[row]]
             stamp[row] = now
@@ -61,6 +65,19 @@ class Lru:
         self._next = now
         for queue in queues:
             queue.compact(stamp)
+
+    def _touched_many(self, view: Catalog, rows: Rows) -> None:
+        """As `touched`, with fewer steps for each row and more for each call."""
+        tailwards = np.array(rows, np.int32)[::-1]
+        stamps = np.arange(self._next, self._next + len(rows), dtype=np.int64)
+        np.frombuffer(self._stamp, np.int64)[tailwards] = stamps
+        tiers = view.column("tier")[tailwards]
+        for number, queue in enumerate(self._queues):
+            mine = tiers == number
+            queue.rows.frombytes(tailwards[mine].tobytes())
+            queue.stamps.frombytes(stamps[mine].tobytes())
+            queue.compact(self._stamp)
+        self._next += len(rows)
 
     def forgot(self, rows: Rows) -> None:
         """Make the rows' queue entries stale."""
