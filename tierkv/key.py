@@ -29,7 +29,8 @@ def root_key(fingerprint: bytes, extras: Extras | None = None) -> bytes:
     Args:
         fingerprint: 32 bytes of `Identity.fingerprint`.
         extras: what else separates contents, by name: "namespace" (its name; connectors always
-            give it), "lora" (name, version or weights digest), "salt" (tenant). Order does not matter; an absent name differs from an empty value.
+            give it), "lora" (name, version or weights digest), "salt" (tenant). Order does not
+            matter; an absent name differs from an empty value.
     """
     fields = [("format", b"tierkv.key.1"), ("identity", fingerprint)]
     fields += _extra_fields(extras or {})
