@@ -262,7 +262,9 @@ class Catalog:
         rows = list(range(len(self.keys), len(self.keys) + len(keys)))
         self.keys += keys
         heads, blank = self._heads[part], np.zeros(len(keys), np.int8)
-        siblings = np.fromiter((heads.get(key, NONE) for key in keys), np.int32, len(keys))
+        siblings = np.full(len(keys), NONE, np.int32)
+        if heads:
+            siblings = np.fromiter((heads.get(key, NONE) for key in keys), np.int32, len(keys))
         given = {"part": blank.astype("h") + part, "tier": blank + tier, "state": blank + READY}
         given |= {"serial": blank + 1, "sibling": siblings, **columns}
         for name, typecode in COLUMNS.items():
