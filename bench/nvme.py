@@ -128,7 +128,7 @@ class Tier:
 
 def write_batches(items: Sequence[T], nbytes: int) -> Iterator[Sequence[T]]:
     """Cut items as write-behind does."""
-    count = max(min(BATCH_BYTES // nbytes, BATCH_FRAMES), 1)
+    count = min(-(-BATCH_BYTES // nbytes), BATCH_FRAMES)
     for at in range(0, len(items), count):
         yield items[at : at + count]
 
