@@ -66,6 +66,7 @@ COLUMNS = {
     "generation": "q",
     "position": "i",
     "sibling": "i",
+    "first": "b",
     "serial": "I",
 }
 
@@ -108,6 +109,8 @@ class Catalog:
     generation: "array[int]"
     position: "array[int]"
     sibling: "array[int]"
+    first: "array[int]"
+    """1: the unit's dict entry leads here."""
     serial: "array[int]"
 
     def __init__(self, tiers: Sequence[str]) -> None:
@@ -141,8 +144,17 @@ class Catalog:
 
     def find(self, keys: Iterable[bytes], part: int) -> list[int]:
         """Return the first placement of each unit, NONE where the unit is not known."""
-        head = self._heads[part].get
-        return [head(key, NONE) for key in keys]
+        lookup, known, parts, first = self._heads[part].get, self.keys, self.part, self.first
+        rows: list[int] = []
+        row, count = NONE, len(known)
+        for key in keys:
+            # A chain's rows mostly lie side by side; then the next one needs no look into a dict
+            # of a million, which costs as much as everything else here.
+            row += 1
+            if not (row < count and known[row] == key and first[row] and parts[row] == part):
+                row = lookup(key, NONE)
+            rows.append(row)
+        return rows
 
     def copies(self, head: int) -> Iterator[int]:
         """Go through the placements of a unit."""
@@ -171,8 +183,11 @@ class Catalog:
             self.generation[row], self.position[row] = unit.generation, unit.position
             size += unit.allocated
             heads = self._heads[unit.part]
-            self.sibling[row] = heads.get(unit.key, NONE)
+            before = self.sibling[row] = heads.get(unit.key, NONE)
             heads[unit.key] = row
+            self.first[row] = 1
+            if before != NONE:
+                self.first[before] = 0
         self._enter(tier, rows, size)
         return rows
 
@@ -266,11 +281,13 @@ class Catalog:
         if heads:
             siblings = np.fromiter((heads.get(key, NONE) for key in keys), np.int32, len(keys))
         given = {"part": blank.astype("h") + part, "tier": blank + tier, "state": blank + READY}
-        given |= {"serial": blank + 1, "sibling": siblings, **columns}
+        given |= {"serial": blank + 1, "first": blank + 1, "sibling": siblings, **columns}
         for name, typecode in COLUMNS.items():
             values = given.get(name, blank)
             getattr(self, name).frombytes(values.astype(typecode).tobytes())
         heads.update(zip(keys, rows, strict=True))
+        for before in siblings[siblings != NONE].tolist():
+            self.first[before] = 0
         self.bytes[tier][READY] += int(columns["allocated"].sum())
         self.count[tier][READY] += len(rows)
         return rows
@@ -297,11 +314,13 @@ class Catalog:
                 del heads[key]
             elif at == row:
                 heads[key] = after
+                self.first[after] = 1
             else:
                 while self.sibling[at] != row:
                     at = self.sibling[at]
                 self.sibling[at] = after
             self.keys[row] = b""
+            self.first[row] = 0
             tier = self.tier[row]
             self.bytes[tier][ABSENT] -= self.allocated[row]
             self.count[tier][ABSENT] -= 1

@@ -59,19 +59,17 @@ def chain_keys(
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise invalid(f"token ids come as a 1-D int32 array, not {tokens.dtype} {tokens.shape}")
     count = len(tokens) // tokens_per_block
-    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     step = tokens_per_block * 4
-    tails = {
-        number: tagged(_extra_fields(extras)) for number, extras in (block_extras or {}).items()
-    }
+    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    runs = [data[at : at + step] for at in range(0, count * step, step)]
+    for number, extras in (block_extras or {}).items():
+        if 0 <= number < count:
+            runs[number] += tagged(_extra_fields(extras))
     sha256 = hashlib.sha256
     keys: list[bytes] = []
     key = root
-    for number in range(count):
-        content = key + data[number * step : (number + 1) * step]
-        if tails:
-            content += tails.get(number, b"")
-        key = sha256(content).digest()
+    for run in runs:
+        key = sha256(key + run).digest()
         keys.append(key)
     return b"".join(keys)
 

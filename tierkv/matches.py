@@ -162,8 +162,8 @@ class Matches:
         """Return the answer as it stands."""
         call, blocks = match.call, match.blocks
         store = self._store
-        rows = [row for row in match.rows if row != NONE]
-        stored = sum([store.catalog.nbytes[row] for row in rows])
+        rows = [row for row in match.rows if row != NONE] if match.pending else match.rows
+        stored = sum(map(store.catalog.nbytes.__getitem__, rows))
         decode = store.decode_bps(rows)
         load = load_seconds(stored, blocks * call.raw_bytes, HOST_RATES, decode)
         cost = Recompute(call.linear, call.quadratic)

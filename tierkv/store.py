@@ -4,6 +4,7 @@ Every method here is called under `lock` and does no I/O. Tier 0 of the catalog 
 lower tiers follow in the order given, fastest first.
 """
 
+import struct
 import threading
 from array import array
 from collections import Counter
@@ -30,6 +31,7 @@ from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
 
 RAM = 0
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 MAX_PARTS = 4096
 """Sets of parts that calls may name; models times ranks, with room to spare."""
 READ_FAILURES = 3
@@ -158,7 +160,10 @@ class Store:
 
         Returns: the RAM placements that may answer, from the head to the first gap.
         """
-        tier, state, sibling = self.catalog.tier, self.catalog.state, self.catalog.sibling
+        catalog = self.catalog
+        tier, state, sibling = catalog.tier, catalog.state, catalog.sibling
+        fidelities, namespaces, profiles = catalog.fidelity, catalog.namespace, catalog.profile
+        generations, minimum = catalog.generation, self.namespaces.minimum[namespace]
         every: list[int] = []
         ready: list[int] = []
         gap = False
@@ -169,13 +174,18 @@ class Store:
                 if tier[row] == RAM:
                     found = row
                 row = sibling[row]
-            if not gap and found != NONE and state[found] == READY:
-                gap = not self.answers(found, fidelity, namespace)
-            else:
-                gap = True
+            # `answers`, without a call for every block of every match.
+            gap = gap or not (
+                found != NONE
+                and state[found] == READY
+                and namespaces[found] == namespace
+                and fidelities[found] >= fidelity
+                and generations[found] >= minimum
+                and profiles[found] > 0
+            )
             if not gap:
                 ready.append(found)
-        self.policy.touched(self.catalog, every)
+        self.policy.touched(catalog, every)
         return ready
 
     def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
@@ -282,7 +292,7 @@ class Store:
 
     def decode_bps(self, rows: Rows) -> float:
         """Return the raw bytes per second of the slowest profile among rows."""
-        numbers = {self.catalog.profile[row] for row in rows} & BY_NUMBER.keys()
+        numbers = set(map(self.catalog.profile.__getitem__, rows)) & BY_NUMBER.keys()
         return min((BY_NUMBER[number].decode_bps for number in numbers), default=float("inf"))
 
     def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
@@ -370,7 +380,7 @@ def keys_of(packed: bytes, parts: int) -> list[bytes]:
     count = len(packed) // KEY_BYTES
     if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
         raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
-    keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+    keys = [key for (key,) in _KEY.iter_unpack(packed)]
     if len(set(keys)) < count:
         raise invalid("a chain names each key once")
     return keys
