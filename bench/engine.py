@@ -65,12 +65,11 @@ def put_call(keys: bytes, block_bytes: int) -> PutCall:
 
 def copy_in(reservation: Reservation, blocks: Sequence[torch.Tensor]) -> None:
     """Copy blocks to where a reservation says."""
-    for index in range(len(reservation.units)):
+    places = [reservation.payload(index) for index in range(len(reservation.units))]
+    for source, pieces in zip(blocks, places, strict=False):
         at = 0
-        source = blocks[index]
-        for piece in reservation.payload(index):
-            rest = len(source) - at
-            size = min(len(piece), rest)
+        for piece in pieces:
+            size = min(len(piece), len(source) - at)
             if size:
                 part = torch.frombuffer(piece, dtype=torch.uint8, count=size)
                 part.copy_(source if size == len(source) else source[at : at + size])
@@ -79,17 +78,17 @@ def copy_in(reservation: Reservation, blocks: Sequence[torch.Tensor]) -> None:
 
 def copy_out(transfer: Transfer, blocks: Sequence[torch.Tensor]) -> None:
     """Copy a transfer's blocks out, as carefully as a connector does."""
-    for unit in range(transfer.units):
-        header = transfer.header(unit)
-        assert header is not None, "a frame was not what the match promised"
+    headers = transfer.headers()
+    assert len(headers) == transfer.units, "a frame was not what the match promised"
+    places = [transfer.payload(unit, header) for unit, header in enumerate(headers)]
+    for target, pieces in zip(blocks, places, strict=False):
         at = 0
-        target = blocks[unit]
-        for piece in transfer.payload(unit, header):
+        for piece in pieces:
             part = torch.frombuffer(piece, dtype=torch.uint8)
             size = len(piece)
             (target if size == len(target) else target[at : at + size]).copy_(part)
             at += size
-        assert transfer.unchanged(unit)
+    assert transfer.intact(transfer.units) == transfer.units
 
 
 class Engine:

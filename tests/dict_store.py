@@ -12,6 +12,7 @@ from tierkv import calls, frame
 from tierkv.codec import profile_of
 from tierkv.fidelity import Fidelity
 from tierkv.key import KEY_BYTES
+from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
 
 Run = tuple[int, int]
@@ -139,7 +140,7 @@ def _header(put: calls.PutCall, key: bytes, unit: int, length: int) -> frame.Hea
         generation=0,
         fingerprint=put.fingerprint,
         key=key,
-        namespace=bytes(16),
+        namespace=digest_of(put.namespace),
         artifact=bytes(32),
         part=Part.unpack(put.parts),
         raw_bytes=int(np.frombuffer(put.raw_bytes, "<i8")[0]),

@@ -13,7 +13,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNITS = 65536
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="op"):
+class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="op", gc=False):
     """Base of all requests."""
 
 

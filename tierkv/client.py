@@ -34,7 +34,7 @@ from tierkv.calls import (
 )
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
-from tierkv.part import PACKED_BYTES
+from tierkv.part import PACKED_BYTES, Part
 
 MISS = MatchReply(match=0, blocks=0)
 
@@ -73,6 +73,8 @@ class Transfer:
         self._call = call
         self._frames = frames
         self._namespace = digest_of(call.namespace)
+        cut = range(0, len(call.parts), PACKED_BYTES)
+        self._parts = [Part.unpack(call.parts[at : at + PACKED_BYTES]) for at in cut]
         self._contents: dict[int, bytes] = {}
 
     @property
@@ -86,29 +88,55 @@ class Transfer:
         parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
         if isinstance(parsed, frame.Refusal):  # the store may have been sealing it meanwhile
             parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
-        block, part = divmod(unit, len(self._call.parts) // PACKED_BYTES)
+        block, part = divmod(unit, len(self._parts))
         if (
             isinstance(parsed, frame.Refusal)
             or parsed.key != self._call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
-            or parsed.part.pack() != self._call.parts[part * PACKED_BYTES :][:PACKED_BYTES]
+            or parsed.part != self._parts[part]
             or parsed.fingerprint != self._call.fingerprint
             or parsed.namespace != self._namespace
             or parsed.fidelity < self._call.fidelity
             or (self._verify and not frame.verify(parsed, self._frames[unit]))
         ):
             return None
-        self._contents[unit] = bytes(head[frame.CONTENT])
+        self._contents[unit] = bytes(head[: frame.CONTENT.stop])
         return parsed
+
+    def headers(self) -> list[frame.Header]:
+        """Return the headers from the first frame on, up to the first doubt.
+
+        A reader takes them all before its first copy: code and data of the one do not push those
+        of the other out of the processor's caches frame by frame.
+        """
+        headers: list[frame.Header] = []
+        for unit in range(len(self._frames)):
+            header = self.header(unit)
+            if header is None:
+                break
+            headers.append(header)
+        return headers
+
+    def intact(self, units: int) -> int:
+        """Return how many of the first `units` frames are unchanged, up to one that is not."""
+        for unit in range(units):
+            if not self.unchanged(unit):
+                return unit
+        return units
 
     def payload(self, unit: int, header: frame.Header) -> Pieces:
         """Return the encoded bytes of a frame as views of the arena, in order."""
-        return frame.cut(self._frames[unit], header.header_bytes, header.payload_bytes)
+        pieces = self._frames[unit]
+        start, length = header.header_bytes, header.payload_bytes
+        if len(pieces[0]) >= start + length:
+            return [pieces[0][start : start + length]]
+        return frame.cut(pieces, start, length)
 
     def unchanged(self, unit: int) -> bool:
         """Return whether the frame still names the same content; call it after the copy out."""
-        head = self._frames[unit][0]
-        there = head[: len(frame.MAGIC)] == frame.MAGIC
-        return there and bytes(head[frame.CONTENT]) == self._contents.get(unit)
+        there = bytes(self._frames[unit][0][: frame.CONTENT.stop])
+        before = self._contents.get(unit, b"")
+        same = there == before or there[frame.CONTENT] == before[frame.CONTENT]  # sealed meanwhile
+        return same and there.startswith(frame.MAGIC)
 
     def close(self) -> None:
         """Let the store have the frames back. Idempotent."""
@@ -148,6 +176,9 @@ class Reservation:
 
     def payload(self, index: int) -> Pieces:
         """Return where the payload of `units[index]` goes: views of the arena, in order."""
+        pieces = self._frames[index]
+        if len(pieces) == 1:
+            return [pieces[0][self._header_bytes :]]
         return frame.cut(self._frames[index], self._header_bytes, frame.MAX_PAYLOAD_BYTES)
 
     def commit(self, lengths: Sequence[int]) -> int:

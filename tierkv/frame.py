@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from tierkv.errors import invalid
-from tierkv.fidelity import Fidelity
+from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.part import Part
 
 Buffer: TypeAlias = memoryview | bytearray
@@ -33,9 +33,11 @@ SEALED = 4
 
 _FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
 _CHECKSUM_AT = _FIXED.size - 8
+_CHECKSUM = struct.Struct("<Q")
+_NO_CHECKSUM = bytes(8)
+_UNSEALED = bytes(16)
 _SEGMENT = struct.Struct("<Q16s")
 _ALIGN = 64
-_FIDELITIES = {int(fidelity): fidelity for fidelity in Fidelity}
 
 CONTENT = slice(16, 168)
 """Header bytes that name the content and never change while a frame lives; readers compare them."""
@@ -52,7 +54,7 @@ class Refusal(enum.Enum):
     """A version, codec or class this release does not know: nothing is dropped."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a frame says of itself.
 
     `segments` holds payload bytes; `checksums` is empty unless sealed. `epoch` is that of the arena
@@ -112,18 +114,19 @@ def pack(header: Header) -> bytes:
         )
     size = header_bytes(count)
     flags = header.flags | SEALED if header.checksums else header.flags & ~SEALED
-    out = bytearray(size)
-    _FIXED.pack_into(
-        out, 0, MAGIC, VERSION, size, header.codec_id, flags, header.fidelity, 0, count,
+    fields = (
+        MAGIC, VERSION, size, header.codec_id, flags, header.fidelity, 0, count,
         header.tokens, header.position, header.generation, header.fingerprint, header.key,
         header.namespace, header.artifact, header.part.pack(), header.raw_bytes,
         header.payload_bytes, header.epoch, 0,
     )  # fmt: skip
-    checksums = header.checksums or (bytes(16),) * count
-    for number, (length, checksum) in enumerate(zip(header.segments, checksums, strict=True)):
-        _SEGMENT.pack_into(out, _FIXED.size + number * _SEGMENT.size, length, checksum)
-    struct.pack_into("<Q", out, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(out))
-    return bytes(out)
+    checksums = header.checksums or (_UNSEALED,) * count
+    if len(checksums) != count:
+        raise invalid(f"{count} segments have {len(checksums)} checksums")
+    table = [_SEGMENT.pack(*pair) for pair in zip(header.segments, checksums, strict=True)]
+    out = (_FIXED.pack(*fields) + b"".join(table)).ljust(size, b"\0")
+    checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(out))
+    return out[:_CHECKSUM_AT] + checksum + out[_CHECKSUM_AT + 8 :]
 
 
 def parse(data: Buffer | bytes) -> Header | Refusal:
@@ -135,11 +138,11 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
     if refusal is not None:
         return refusal
     size, codec_id, flags, fidelity, _, count = fields[2:8]
-    raw = bytearray(data[:size])
-    raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
-    if xxhash.xxh3_64_intdigest(raw) != fields[-1]:
+    raw = bytes(data[:size])
+    covered = raw[:_CHECKSUM_AT] + _NO_CHECKSUM + raw[_CHECKSUM_AT + 8 :]
+    if xxhash.xxh3_64_intdigest(covered) != fields[-1]:
         return Refusal.CORRUPT
-    if fidelity not in _FIDELITIES:
+    if fidelity not in FIDELITIES:
         return Refusal.UNKNOWN
     segments, checksums = _parse_segments(raw, count)
     raw_bytes, payload_bytes = fields[16], fields[17]
@@ -150,7 +153,7 @@ def parse(data: Buffer | bytes) -> Header | Refusal:
     return Header(
         codec_id=codec_id,
         flags=flags & ~SEALED,
-        fidelity=_FIDELITIES[fidelity],
+        fidelity=FIDELITIES[fidelity],
         tokens=fields[8],
         position=fields[9],
         generation=fields[10],
@@ -177,7 +180,7 @@ def _refuse(fields: tuple[Any, ...], length: int) -> Refusal | None:
     return None if sound else Refusal.CORRUPT
 
 
-def _parse_segments(raw: bytearray, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+def _parse_segments(raw: bytes, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
     if count == 1:
         length, checksum = _SEGMENT.unpack_from(raw, _FIXED.size)
         return (length,), (checksum,)

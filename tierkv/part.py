@@ -1,5 +1,6 @@
 """Part: the slice of a block that one frame holds."""
 
+import functools
 import struct
 from typing import NamedTuple, Self
 
@@ -28,8 +29,9 @@ class Part(NamedTuple):
         return _PACKED.pack(*self)
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Self:
-        """Read the 10 bytes of `pack`."""
+    @functools.lru_cache(4096)
+    def unpack(cls, data: bytes) -> Self:
+        """Read the 10 bytes of `pack`; there are few parts and many frames, so they are kept."""
         return cls(*_PACKED.unpack(data))
 
     @classmethod

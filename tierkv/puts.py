@@ -10,7 +10,7 @@ from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Unit
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.errors import invalid
-from tierkv.fidelity import Fidelity
+from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.namespace import digest_of
 from tierkv.plan import PutPlan
 from tierkv.store import RAM, Store, keys_of
@@ -242,7 +242,7 @@ class Puts:
             locator = store.host.truncate(locator, nbytes)
         catalog.resize(row, nbytes, allocated, locator)
         profile = BY_NUMBER[catalog.profile[row]]
-        fidelity = Fidelity(catalog.fidelity[row])
+        fidelity = FIDELITIES[catalog.fidelity[row]]
         lossy = frame.LOSSY if fidelity < Fidelity.EXACT else 0
         header = frame.Header(
             codec_id=profile.codec_id,
@@ -271,7 +271,7 @@ def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:
         raise invalid(f"a put gives raw bytes above 0 for each of its {parts} parts")
     if not (0 <= call.start <= blocks and len(call.fingerprint) == FINGERPRINT_BYTES):
         raise invalid("a put starts inside its chain and names a 32-byte fingerprint")
-    if call.fidelity not in Fidelity.__members__.values():
+    if call.fidelity not in FIDELITIES:
         raise invalid(f"fidelity {call.fidelity} is not known")
     last = call.position + blocks * call.tokens_per_block
     if not (0 <= call.position <= last < 1 << 31 and call.tokens_per_block > 0):

@@ -93,16 +93,14 @@ class UnitCopier:
         return length
 
     @torch.no_grad()
-    def read(self, transfer: Transfer, unit: int, views: Views) -> bool:
+    def read(self, transfer: Transfer, unit: int, header: frame.Header, views: Views) -> bool:
         """Decode a unit of a transfer into the views.
 
-        Returns: whether the views now hold exactly the content that was matched. When not, what
-            they hold is not KV: the caller must not let the engine see it.
+        Returns: whether the views now hold what the header promises, if `transfer.intact` says so
+            afterwards. When not, what they hold is not KV: the engine must not see it.
         """
-        header = transfer.header(unit)
         if (
-            header is None
-            or header.raw_bytes != self._raw_bytes
+            header.raw_bytes != self._raw_bytes
             or header.tokens != self.shape[2]
             or header.codec_id not in BY_CODEC_ID
         ):
@@ -114,7 +112,7 @@ class UnitCopier:
             self._decode(header, pieces, views)
         except CodecError:
             return False
-        return transfer.unchanged(unit)
+        return True
 
     def _decode(self, header: frame.Header, pieces: Pieces, views: Views) -> None:
         raw = header.codec_id == RAW.codec_id and header.payload_bytes == self._raw_bytes

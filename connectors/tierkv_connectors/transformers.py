@@ -244,11 +244,14 @@ class PrefixCache:
         deadline: float,
     ) -> int:
         """Fill the tensors block by block; returns how many are sound, up to the first doubt."""
-        for number in range(transfer.units):
+        read = 0
+        for number, header in enumerate(transfer.headers()):
+            views = self._views(keys, values, number)
             late = time.monotonic() > deadline
-            if late or not self._copier.read(transfer, number, self._views(keys, values, number)):
-                return number
-        return transfer.units
+            if late or not self._copier.read(transfer, number, header, views):
+                break
+            read = number + 1
+        return transfer.intact(read)
 
     def _views(
         self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], number: int
