@@ -60,16 +60,19 @@ def chain_keys(
         raise invalid(f"token ids come as a 1-D int32 array, not {tokens.dtype} {tokens.shape}")
     count = len(tokens) // tokens_per_block
     step = tokens_per_block * 4
-    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-    runs = [data[at : at + step] for at in range(0, count * step, step)]
-    for number, extras in (block_extras or {}).items():
-        if 0 <= number < count:
-            runs[number] += tagged(_extra_fields(extras))
-    sha256 = hashlib.sha256
+    data = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")
+    tails = {
+        number: tagged(_extra_fields(extras)) for number, extras in (block_extras or {}).items()
+    }
+    new = hashlib.sha256
     keys: list[bytes] = []
     key = root
-    for run in runs:
-        key = sha256(key + run).digest()
+    for number in range(count):
+        state = new(key)
+        state.update(data[number * step : (number + 1) * step])
+        if tails:
+            state.update(tails.get(number, b""))
+        key = state.digest()
         keys.append(key)
     return b"".join(keys)
 

@@ -17,8 +17,9 @@ import msgspec
 from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE
 from tierkv.cost import Recompute, load_seconds
+from tierkv.limits import keys_of, seconds_of
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, Store, keys_of, seconds_of
+from tierkv.store import HOST_RATES, Store
 
 Done = Callable[[MatchReply], None]
 

@@ -11,9 +11,10 @@ from tierkv.catalog import LEAVING, NONE, READY, Unit
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
+from tierkv.limits import keys_of
 from tierkv.namespace import digest_of
 from tierkv.plan import PutPlan
-from tierkv.store import RAM, Store, keys_of
+from tierkv.store import RAM, Store
 from tierkv.write_behind import WriteBehind
 
 HEADER_BYTES = frame.header_bytes(1)

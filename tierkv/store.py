@@ -4,7 +4,6 @@ Every method here is called under `lock` and does no I/O. Tier 0 of the catalog 
 lower tiers follow in the order given, fastest first.
 """
 
-import struct
 import threading
 from array import array
 from collections import Counter
@@ -14,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
-from tierkv.calls import MAX_UNITS
+import numpy as np
+
 from tierkv.catalog import NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
 from tierkv.errors import invalid, unavailable
 from tierkv.executor import Executor
-from tierkv.key import KEY_BYTES
 from tierkv.namespace import Namespaces
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.policy import Policy
@@ -31,13 +30,12 @@ from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
 
 RAM = 0
-_KEY = struct.Struct(f"{KEY_BYTES}s")
+LONG_CHAIN = 64
 MAX_PARTS = 4096
 """Sets of parts that calls may name; models times ranks, with room to spare."""
 READ_FAILURES = 3
 OFF_S = 5.0
 IO_DEADLINE_S = 5.0
-MAX_DEADLINE_S = 3600.0
 
 FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
 """What is assumed of a tier until it was used: cautious figures of a small machine."""
@@ -160,32 +158,44 @@ class Store:
 
         Returns: the RAM placements that may answer, from the head to the first gap.
         """
-        catalog = self.catalog
-        tier, state, sibling = catalog.tier, catalog.state, catalog.sibling
-        fidelities, namespaces, profiles = catalog.fidelity, catalog.namespace, catalog.profile
-        generations, minimum = catalog.generation, self.namespaces.minimum[namespace]
+        if len(heads) >= LONG_CHAIN:
+            return self._look_far(heads, fidelity, namespace)
+        catalog, tier, state = self.catalog, self.catalog.tier, self.catalog.state
         every: list[int] = []
         ready: list[int] = []
         gap = False
         for head in heads:
-            row, found = head, NONE
-            while row != NONE:
+            found = NONE
+            for row in catalog.copies(head):
                 every.append(row)
                 if tier[row] == RAM:
                     found = row
-                row = sibling[row]
-            # `answers`, without a call for every block of every match.
-            gap = gap or not (
-                found != NONE
-                and state[found] == READY
-                and namespaces[found] == namespace
-                and fidelities[found] >= fidelity
-                and generations[found] >= minimum
-                and profiles[found] > 0
-            )
+            gap = gap or found == NONE or state[found] != READY
+            gap = gap or not self.answers(found, fidelity, namespace)
             if not gap:
                 ready.append(found)
         self.policy.touched(catalog, every)
+        return ready
+
+    def _look_far(self, heads: Rows, fidelity: int, namespace: int) -> list[int]:
+        """As `look`, with fewer steps for each block and more for each call."""
+        column = self.catalog.column
+        tier, state, sibling = column("tier"), column("state"), column("sibling")
+        at = np.array(heads, np.int32)
+        found = np.full(len(at), NONE, np.int32)
+        levels = []
+        while (known := at != NONE).any():
+            levels.append(at)
+            np.copyto(found, at, where=known & (tier[at] == RAM))
+            at = np.where(known, sibling[at], np.int32(NONE))
+        if not levels:
+            return []
+        may = (found != NONE) & (state[found] == READY) & (column("profile")[found] > 0)
+        may &= (column("fidelity")[found] >= fidelity) & (column("namespace")[found] == namespace)
+        may &= column("generation")[found] >= self.namespaces.minimum[namespace]
+        every = np.stack(levels, axis=1).reshape(-1)
+        self.policy.touched(self.catalog, every[every != NONE].tolist())
+        ready: list[int] = found[: len(may) if may.all() else int(may.argmin())].tolist()
         return ready
 
     def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
@@ -363,24 +373,3 @@ class _Lock:
         self._lock.release()
         if isinstance(error, AssertionError):
             raise unavailable(f"the store answers only misses: {error}") from error
-
-
-def seconds_of(deadline_s: float) -> float:
-    """Return a call's deadline. Raises: TierKVError (invalid) when it would hold without end."""
-    if not 0 <= deadline_s <= MAX_DEADLINE_S:
-        raise invalid(f"a deadline is 0 to {MAX_DEADLINE_S:.0f} seconds, not {deadline_s}")
-    return deadline_s
-
-
-def keys_of(packed: bytes, parts: int) -> list[bytes]:
-    """Return the keys of a call.
-
-    Raises: TierKVError (invalid) when out of bounds or not distinct.
-    """
-    count = len(packed) // KEY_BYTES
-    if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
-        raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
-    keys = [key for (key,) in _KEY.iter_unpack(packed)]
-    if len(set(keys)) < count:
-        raise invalid("a chain names each key once")
-    return keys

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
+from tierkv.limits import keys_of, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
-from tierkv.store import RAM, Lower, Store, keys_of, seconds_of
+from tierkv.store import RAM, Lower, Store
 from tierkv.tier import Item, Outcome, RegionTier, Status
 from tierkv.tiers.host import aligned
 

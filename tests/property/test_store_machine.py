@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,6 +26,7 @@ from tests.property.store_model import Model, OpenMatch, OpenPut, OpenTransfer, 
 from tests.stores import BLOCK, ONE, PAGE, TWO, Rig, chain, fill, packed, pattern
 from tierkv import calls
 from tierkv.part import PACKED_BYTES, Part
+from tierkv.store import LONG_CHAIN
 from tierkv.tier import DurableTier, Item, Outcome, Status
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 
@@ -383,7 +385,9 @@ def unit_of(keys: list[bytes], parts: Parts, unit: int) -> Unit:
     return keys[unit // len(parts)], parts[unit % len(parts)].pack()
 
 
-def test_a_store_over_a_dict() -> None:
+@pytest.mark.parametrize("long_chain", [1, LONG_CHAIN], ids=["far", "near"])
+def test_a_store_over_a_dict(monkeypatch: pytest.MonkeyPatch, long_chain: int) -> None:
+    monkeypatch.setattr("tierkv.store.LONG_CHAIN", long_chain)
     run_state_machine_as_test(
         StoreMachine, settings=settings(max_examples=120, stateful_step_count=40)
     )

@@ -1,0 +1,31 @@
+"""Limits: what a call may ask for, checked before anything is done with it."""
+
+import struct
+
+from tierkv.calls import MAX_UNITS
+from tierkv.errors import invalid
+from tierkv.key import KEY_BYTES
+
+MAX_DEADLINE_S = 3600.0
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+def seconds_of(deadline_s: float) -> float:
+    """Return a call's deadline. Raises: TierKVError (invalid) when it would hold without end."""
+    if not 0 <= deadline_s <= MAX_DEADLINE_S:
+        raise invalid(f"a deadline is 0 to {MAX_DEADLINE_S:.0f} seconds, not {deadline_s}")
+    return deadline_s
+
+
+def keys_of(packed: bytes, parts: int) -> list[bytes]:
+    """Return the keys of a call.
+
+    Raises: TierKVError (invalid) when out of bounds or not distinct.
+    """
+    count = len(packed) // KEY_BYTES
+    if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
+        raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
+    keys = [key for (key,) in _KEY.iter_unpack(packed)]
+    if len(set(keys)) < count:
+        raise invalid("a chain names each key once")
+    return keys
