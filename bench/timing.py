@@ -4,6 +4,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -40,13 +41,22 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def take_turns(
     contenders: Mapping[str, Run], turns: int, warm: int, seed: int
 ) -> dict[str, list[float]]:
-    """Run every contender once a turn, in an order drawn anew; returns seconds by contender."""
+    """Run every contender once a turn, in an order drawn anew; returns seconds by contender.
+
+    A peer that ends in the middle (RuntimeError) is left out and said so; ours may not.
+    """
     order, draw = list(contenders), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(warm + turns):
         draw.shuffle(order)
-        for name in order:
-            took = contenders[name]()
+        for name in list(order):
+            try:
+                took = contenders[name]()
+            except RuntimeError as error:
+                print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+                order.remove(name)
+                del seconds[name]
+                continue
             if turn >= warm:
                 seconds[name].append(took)
     return seconds
