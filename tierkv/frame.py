@@ -48,8 +48,6 @@ class Refusal(enum.Enum):
 
     CORRUPT = "corrupt"
     """Broken bytes: the copy is dropped."""
-    FOREIGN = "foreign"
-    """A sound frame of other content: the copy is dropped."""
     UNKNOWN = "unknown"
     """A version, codec or class this release does not know: nothing is dropped."""
 

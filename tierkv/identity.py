@@ -55,11 +55,6 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: Rope
     window: int | None = None
 
-    @property
-    def values_per_token(self) -> int:
-        """Count of K and V values of one token over all heads."""
-        return self.kv_heads * (self.k_dim + self.v_dim)
-
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything two processes must agree on before one may read the other's KV."""

@@ -77,11 +77,6 @@ def chain_keys(
     return b"".join(keys)
 
 
-def key_columns(keys: bytes | memoryview) -> npt.NDArray[np.uint64]:
-    """View n x 32 key bytes as a read-only (n, 4) uint64 array."""
-    return np.frombuffer(keys, dtype="<u8").reshape(-1, 4)
-
-
 def _extra_fields(extras: Extras) -> list[tuple[str, bytes]]:
     fields = []
     for name in sorted(extras):
