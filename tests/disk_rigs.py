@@ -125,5 +125,5 @@ class Answer:
         self._there.set()
 
     def wait(self) -> Any:
-        assert self._there.wait(10), "no answer"
+        assert self._there.wait(30), "no answer"
         return self._reply

@@ -122,24 +122,26 @@ class Process:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(10)
+        return self.process.wait(30)
 
 
 @contextlib.contextmanager
-def sidecar(folder: Path, more: str = "", arena_wait_s: float = 10.0) -> Iterator[Process]:
+def sidecar(
+    folder: Path, more: str = "", arena_wait_s: float = 10.0, before: str = ""
+) -> Iterator[Process]:
     one = Process(folder, more, arena_wait_s)
-    one.start()
     try:
+        one.start(before=before)
         yield one
     finally:
         one.kill()
 
 
-def until(true: Callable[[], object], timeout_s: float = 5.0) -> bool:
+def until(true: Callable[[], object], timeout_s: float = 30.0) -> bool:
     """Wait for a condition; returns whether it came true."""
     deadline = time.monotonic() + timeout_s
     while not true():

@@ -129,11 +129,12 @@ def serve(
     loop = Loop()
     with contextlib.ExitStack() as ends:
         ends.callback(loop.close)
+        # Before anybody can connect: who saw us listen may ask us to end, and that must be clean.
+        on_signals(loop, loop.stop)
         uids = {*settings.uids, os.geteuid()} if settings.uids else None
         locks.share_arena()
         server = Server(loop, control, arena, locks.listen(), uids)
         ends.callback(server.close)
-        on_signals(loop, loop.stop)
         if parent:
             ends.callback(_follow(loop, parent))
         if pages is not None:

@@ -58,7 +58,7 @@ class Zygote:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        assert self._process.wait(10) == 0
+        assert self._process.wait(30) == 0
 
 
 @pytest.fixture(scope="module")

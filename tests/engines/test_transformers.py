@@ -172,7 +172,7 @@ def test_generation_goes_on_when_the_sidecar_is_killed(
     gone = ours.generate(prompt, NEW)
     assert (gone.reused, gone.tokens) == (0, expected)
     process.start()
-    assert until(lambda: client.stat() is not None, 20)
+    assert until(lambda: client.stat() is not None)
     assert ours.generate(prompt, NEW).stored == 3
     assert ours.generate(prompt, NEW).reused == 3 * BLOCK
     assert not ours.edge.failures

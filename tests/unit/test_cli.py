@@ -67,13 +67,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_quick_and_complete() -> None:
-    best = 10.0
-    for _ in range(3):
-        started = time.monotonic()
-        done = run("--help")
-        best = min(best, time.monotonic() - started)
+    done = run("--help")
     assert done.returncode == 0
-    assert best < 0.8, "0.2 s alone on a machine; twice the promise where tests share cores"
+    loaded = "import sys, tierkv_service.cli; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    slow = {"torch", "numpy", "fastapi", "transformers", "redis", "rich.console"}
+    assert not slow & set(done.stdout.split())
     for command in ("serve", "stat", "demo"):
         assert command in done.stdout
         assert run(command, "--help").returncode == 0

@@ -18,7 +18,7 @@ def test_a_lane_of_one_thread_keeps_the_order() -> None:
     for number in range(100):
         executor.submit("one", lambda number=number: seen.append(number))  # type: ignore[misc]
     executor.submit("one", end.set)
-    assert end.wait(5)
+    assert end.wait(30)
     assert seen == list(range(100))
     executor.close(5)
 
@@ -31,7 +31,7 @@ def test_a_job_under_way_is_seen_and_close_does_not_wait_for_it() -> None:
         go.wait(30)
 
     executor.submit("one", hang)
-    assert begun.wait(5)
+    assert begun.wait(30)
     assert executor.oldest("one") > 0
     assert executor.waiting("one") == 1
     executor.close(0.01)
@@ -49,7 +49,7 @@ def test_a_bug_in_a_job_ends_in_misses(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.ERROR, "tierkv"):
         executor.submit("host-probe", bug)
         executor.submit("host-probe", told.set)
-        assert told.wait(5)
+        assert told.wait(30)
     answers: list[dict[str, object]] = []
     store.stat(calls.StatCall(), answers.append)
     assert "spilled" in str(answers[0])
@@ -86,6 +86,6 @@ def test_a_stop_between_two_steps_of_a_thread_ends_it_quietly() -> None:
     lane = Threads({"read": 1})._lanes["read"]
     lane.jobs = Emptied()
     lane.submit(lambda: None)
-    lane.threads[0].join(5)
+    lane.threads[0].join(30)
     assert not lane.threads[0].is_alive()
     assert lane.running == {}

@@ -50,21 +50,21 @@ def serve() -> Iterator[Serve]:
 def test_a_blocked_loop_is_not_alive(serve: Serve) -> None:
     served = serve()
     assert served.get("/healthz").json() == {"status": "ok"}
-    served.channel.delay_s = 3.0
+    served.channel.delay_s = 10.0
     started = time.monotonic()
     assert served.get("/healthz").status_code == 503
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 8
 
 
 def test_a_slow_probe_does_not_delay_health(serve: Serve) -> None:
     served = serve()
-    served.channel.probe_delay_s = 2.0
+    served.channel.probe_delay_s = 4.0
     slow = threading.Thread(target=served.get, args=("/readyz",))
     slow.start()
     started = time.monotonic()
     assert served.get("/healthz").status_code == 200
     assert served.get("/v1/stat").status_code == 200
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.5
     slow.join()
 
 
@@ -165,7 +165,7 @@ def test_every_event_that_is_counted_has_a_meaning() -> None:
 # The process.
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -174,7 +174,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def status(url: str) -> int:
     try:
-        return httpx.get(url, timeout=5).status_code
+        return httpx.get(url, timeout=20).status_code
     except httpx.TransportError:
         return 0
 
@@ -186,7 +186,7 @@ def test_it_serves_before_the_sidecar_and_ends_with_its_owner(tmp_path: Path) ->
         assert status(f"{served.url}/readyz") == 503
         assert status(f"{served.url}/metrics") == 200
         served.process.stdin.close()  # type: ignore[union-attr]
-        assert served.process.wait(5) == 0
+        assert served.process.wait(30) == 0
     finally:
         served.stop()
 
@@ -206,8 +206,8 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         pid, url = parent.stdout.readline().split()
         wait_until(lambda: status(f"{url}/healthz") == 503)
         parent.send_signal(signal.SIGKILL)
-        wait_until(lambda: status(f"{url}/healthz") == 0, 5)
-    wait_until(lambda: not alive(int(pid)), 5)
+        wait_until(lambda: status(f"{url}/healthz") == 0)
+    wait_until(lambda: not alive(int(pid)))
 
 
 def alive(pid: int) -> bool:
@@ -237,9 +237,9 @@ def test_a_stopped_sidecar_is_not_alive_until_it_goes_on(tmp_path: Path) -> None
             while time.monotonic() < stopped + 5.0:
                 asked = time.monotonic()
                 assert status(f"{url}/healthz") == 503
-                assert time.monotonic() - asked < 1.5
+                assert time.monotonic() - asked < 5
             sidecar.send_signal(signal.SIGCONT)
-            wait_until(lambda: status(f"{url}/healthz") == 200, 5.0)
+            wait_until(lambda: status(f"{url}/healthz") == 200)
             assert status(f"{url}/metrics") == 200
         finally:
             sidecar.kill()

@@ -21,11 +21,11 @@ def test_http_process_is_started_again(served: Process) -> None:
     served._file.write_text(text)
     served.start(before="from tierkv_service import sidecar; sidecar.LIVES_S = 0.0")
     try:
-        assert until(lambda: _healthy(served), 20)
+        assert until(lambda: _healthy(served))
         children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children")
         child = int(children.read_text().split()[0])
         os.kill(child, signal.SIGKILL)
-        assert until(lambda: len(_urls(served)) == 2 and _healthy(served), 20), served.said()
+        assert until(lambda: len(_urls(served)) == 2 and _healthy(served)), served.said()
         assert "starting another" in served.said()
     finally:
         served.kill()

@@ -260,7 +260,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
     outcomes = [get(tier, frame).status, put(tier, frame).status]
     assert outcomes == [Status.FAILED] * 2
     assert tier.find([frame.id]) == [-1]
-    assert time.monotonic() - began < 3 * 2 * 0.5
+    assert time.monotonic() - began < 3 * 2 * 0.5 + 5
     began = time.monotonic()
     for _ in range(100):
         assert tier.read([empty_item(frame.id, 0, 4096)])[0].status is Status.THROTTLED
@@ -270,7 +270,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
         assert tier.generations() == {}
     with pytest.raises(OSError, match="left alone"):
         tier.raise_generation(NAMESPACE, 1)
-    assert time.monotonic() - began < 2.0  # 500 calls
+    assert time.monotonic() - began < 10.0  # 500 calls of 0.5 s would be 250
     assert "0.3 s" in tier.probe()
     proxy.delay_s = 0.0
     assert put(tier, frame).status is Status.THROTTLED
@@ -303,7 +303,7 @@ def test_r23_a_server_that_stops_and_comes_back(redis_factory: RedisFactory) -> 
     assert get(tier, frame).status is Status.FAILED
     assert get(tier, frame).status is Status.THROTTLED
     assert tier.probe() != ""
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0
     server.start()
     clock.now += 1.0
     assert put(tier, frame) == DONE

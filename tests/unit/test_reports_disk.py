@@ -224,7 +224,7 @@ def test_r21_a_read_that_hangs_leaves_the_others_their_threads() -> None:
 
     tier.fault = fault
     assert rig.store.match(1, rig.match_call(stuck)).pending
-    assert hangs.wait(10)
+    assert hangs.wait(30)
     answer = Answer()
     reply = rig.store.match(1, rig.match_call(fine))
     rig.store.wait(1, calls.WaitCall(match=reply.match), answer)

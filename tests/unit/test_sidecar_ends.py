@@ -127,8 +127,8 @@ def test_sidecar_killed_while_a_client_works(real: Process) -> None:
     assert until(lambda: store(client, 1) == 1)
     assert until(lambda: hits > 100)
     stop.set()
-    worker.join(5)
-    assert slowest < 1.5
+    worker.join(30)
+    assert slowest < 5
     client.close()
 
 
@@ -144,7 +144,7 @@ def test_borrowed_arena_outlives_the_sidecar_and_blocks_the_next(real: Process) 
     assert header is not None
     assert b"".join(transfer.payload(0, header)) == content(1)
     real.start(wait=False)
-    assert until(lambda: f"pid {os.getpid()} to let go" in real.said(), 15)
+    assert until(lambda: f"pid {os.getpid()} to let go" in real.said())
     assert not real.listens()
     assert client.match(match_call(key(1))).blocks == 0
     transfer.close()
@@ -210,8 +210,8 @@ sys.stdin.read()
     client = connect(path)
     assert store(client, 1) == 1
     end(engine)
-    assert until(lambda: not Path(path).parent.exists(), 15)
-    assert until(lambda: not Path(f"/proc/{pid}").exists(), 15)
+    assert until(lambda: not Path(path).parent.exists())
+    assert until(lambda: not Path(f"/proc/{pid}").exists())
     client.close()
 
 
@@ -227,10 +227,21 @@ def test_private_sidecar_is_closed_and_refuses_what_cannot_be() -> None:
         PrivateSidecar(Settings(host=HostSettings(size_bytes=1 << 50)))
 
 
+def test_sigterm_as_soon_as_it_listens_is_a_clean_end(tmp_path: Path) -> None:
+    """Whoever saw the socket may end the sidecar, however far its start has come."""
+    slow = (
+        "from tierkv_service.locks import Locks; listen = Locks.listen\n"
+        "Locks.listen = lambda self: (listen(self), time.sleep(0.5))[0]"
+    )
+    with sidecar(tmp_path, before=slow) as one:
+        assert one.stop() == 0
+        assert not one.path.exists()
+
+
 def test_second_sigterm_ends_at_once(tmp_path: Path) -> None:
-    one = Process(tmp_path)
-    one.start(before="from tierkv.cache import TierKV; TierKV.close = lambda *_: time.sleep(60)")
-    one.process.send_signal(signal.SIGTERM)
-    assert until(lambda: "stopping" in one.said())
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(5) == 128 + signal.SIGTERM
+    slow = "from tierkv.cache import TierKV; TierKV.close = lambda *_: time.sleep(60)"
+    with sidecar(tmp_path, before=slow) as one:
+        one.process.send_signal(signal.SIGTERM)
+        assert until(lambda: "stopping" in one.said())
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(30) == 128 + signal.SIGTERM

@@ -50,7 +50,7 @@ class Session:
             answered = threading.Event()
             wait = calls.WaitCall(match=reply.match)
             self.rig.store.wait(self.owner, wait, lambda _: answered.set())
-            answered.wait(5.0)
+            answered.wait(30)
             reply = self.rig.store.settle(self.owner, calls.SettleCall(match=reply.match))
         transfer = self.rig.transfer(reply, call, owner=self.owner) if reply.match else None
         if transfer is None:
