@@ -48,7 +48,8 @@ def seal_in_place(item: Item) -> Outcome:
     disturbed.
     """
     head = item.pieces[0]
-    header = frame.parse(head[: frame.MAX_HEADER_BYTES])
+    # One copy, for the write thread of another tier may be sealing the same frame.
+    header = frame.parse(bytes(head[: frame.MAX_HEADER_BYTES]))
     if isinstance(header, frame.Refusal) or (header.key, header.part) != item.id[:2]:
         return Outcome(Status.CORRUPT, "the frame in RAM is not the one to store")
     if not header.checksums:

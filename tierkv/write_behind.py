@@ -181,9 +181,10 @@ class WriteBehind:
     def _finish(self, sources: list[int], copies: list[int], outcomes: list[Outcome]) -> None:
         store, catalog = self._store, self._store.catalog
         written: list[int] = []
+        refused: list[int] = []
         for copy, outcome in zip(copies, outcomes, strict=True):
             if outcome.status is not Status.DONE:
-                store.abort([copy])
+                refused.append(copy)
                 store.counters[_REASONS.get(outcome.status, "demote_throttled")] += 1
                 continue
             catalog.commit([copy])
@@ -191,11 +192,15 @@ class WriteBehind:
                 store.drop([copy])
             else:
                 written.append(copy)
+        store.abort(refused[::-1])  # what was reserved last goes first: a log can take it back
         store.policy.touched(catalog, written)
         store.unhold(sources)
 
     def _reclaim(self, lower: Lower, tier: RegionTier) -> None:
-        """Free regions until a batch fits beside one spare region for survivors."""
+        """Free regions until a batch fits beside one spare region for survivors.
+
+        Not on a medium that takes no writes: nothing would come in place of what goes.
+        """
         store = self._store
         while True:
             with store.lock:
@@ -203,6 +208,9 @@ class WriteBehind:
                 spare = max((region.stop - region.start for region in regions), default=0)
                 if not regions or tier.space().free >= spare + BATCH_BYTES:
                     return
+            if tier.probe():
+                return
+            with store.lock:
                 rows = store.catalog.select(lower.number, WRITING, READY, LEAVING)
                 plan = planner.plan_region(
                     store.policy, store.catalog, lower.number, regions, rows.tolist()
@@ -211,39 +219,49 @@ class WriteBehind:
                     return
                 store.drop(plan.drops)
                 store.catalog.hold(plan.carry)
-            self._carry(lower, tier, plan)
+            if not self._carry(lower, tier, plan):
+                return
 
-    def _carry(self, lower: Lower, tier: RegionTier, plan: RegionPlan) -> None:
-        """Write a region's survivors again and release it."""
-        store, catalog = self._store, self._store.catalog
-        for row in plan.carry:
-            with store.lock:
-                nbytes, old = catalog.nbytes[row], catalog.locator[row]
-                item = Item(store.frame_id(row), old, nbytes, [aligned(nbytes)])
-            sound = lower.io.read([item])[0].status is Status.DONE
-            with store.lock:
-                locator = tier.reserve(nbytes) if sound else None
-                lower.carrying = 0 if locator is None else catalog.allocated[row]
-            written = locator is not None and (
-                lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
-            )
-            with store.lock:
-                allocated, lower.carrying = catalog.allocated[row], 0
-                store.unhold([row])
-                free = catalog.state[row] == READY and not catalog.holds[row]
-                if free and written and locator is not None:
-                    tier.free(old, allocated)
-                    catalog.resize(row, nbytes, allocated, locator)
-                    continue
-                if locator is not None:
-                    tier.free(locator, allocated)
-                if free:
-                    store.drop([row])
+    def _carry(self, lower: Lower, tier: RegionTier, plan: RegionPlan) -> bool:
+        """Write a region's survivors again and release it; returns False when a write failed."""
+        store = self._store
+        for index, row in enumerate(plan.carry):
+            if not self._carry_one(lower, tier, row):
+                with store.lock:
+                    store.unhold(plan.carry[index + 1 :])
+                return False
         with store.lock:
             region = next((r for r in tier.regions() if r.number == plan.number), None)
             if region is not None and region.live == 0:
                 tier.release(plan.number)
                 store.totals["regions_reclaimed"] += 1
+        return True
+
+    def _carry_one(self, lower: Lower, tier: RegionTier, row: int) -> bool:
+        """Move a held survivor; what cannot be read or placed goes, what cannot be written stays."""
+        store, catalog = self._store, self._store.catalog
+        with store.lock:
+            nbytes, old = catalog.nbytes[row], catalog.locator[row]
+            item = Item(store.frame_id(row), old, nbytes, [aligned(nbytes)])
+        sound = lower.io.read([item])[0].status is Status.DONE
+        with store.lock:
+            locator = tier.reserve(nbytes) if sound else None
+            lower.carrying = 0 if locator is None else catalog.allocated[row]
+        written = locator is not None and (
+            lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
+        )
+        with store.lock:
+            allocated, lower.carrying = catalog.allocated[row], 0
+            store.unhold([row])
+            free = catalog.state[row] == READY and not catalog.holds[row]
+            if locator is not None and not (free and written):
+                tier.free(locator, allocated)
+            elif free and locator is not None:
+                tier.free(old, allocated)
+                catalog.resize(row, nbytes, allocated, locator)
+            elif free:
+                store.drop([row])
+        return written or locator is None
 
     def _heads(self, call: FlushCall) -> list[int]:
         parts = self._store.parts_of(call.parts)

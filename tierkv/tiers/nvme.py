@@ -2,7 +2,8 @@
 
     tierkv.log            superblock, then regions (`regions`, `region_index`, `region_log`)
     tierkv.tail           the index block that is filling up
-    tierkv.lock           the pid of the process that has the log (the lock itself is on the log)
+    tierkv.lock           the pid of the process that has the log (the lock itself is on the log);
+                          written again to see whether the volume still takes writes
     tierkv.generations    the minimum generations (`generations`)
 
 What `write` returned DONE survives kill -9: the frame and its index row are then with the kernel
@@ -185,7 +186,7 @@ class NvmeTier:
             self._log.leave()
 
     def probe(self) -> str:
-        """Read one block and look at the file; a disk that hangs makes it hang too."""
+        """Read one block, write the pid again where it stands; hangs when the disk does."""
         if not self._log.enter():
             return _CLOSED.detail
         try:
@@ -291,6 +292,8 @@ class NvmeTier:
             if outcome is not DONE:
                 self._seal_failed(region, outcome)
                 return dict.fromkeys(run, outcome)
+        last = items[run[-1]]
+        self._regions.touch(region, last.locator + rounded(last.nbytes))
         failures = self._transfer(self._log.write, items, run)
         for outcome in failures.values():
             self._seal_failed(region, outcome)

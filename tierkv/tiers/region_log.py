@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import xxhash
@@ -60,7 +60,7 @@ class RegionLog:
         self.preallocated = False
         """Whether every block is reserved; otherwise a write can find the volume full."""
         self.size = 0
-        self._tail = -1
+        self._tail = self._note = -1
         self._tail_path = folder / TAIL_NAME
         self._users = 0
         self._closed = False
@@ -73,6 +73,8 @@ class RegionLog:
             undo.callback(self.close)
             _lock_file(self._fd, folder)
             with _as_unavailable(f"cannot use {self.path}"):
+                self._note = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                self._write_note()
                 self._tail = _open_tail(self._tail_path)
                 self.region_bytes = self._read_superblock()
                 if direct:
@@ -217,6 +219,18 @@ class RegionLog:
             return f"{self.path} or its tail was replaced by another file"
         if there.st_size < self.size:
             return f"{self.path} was cut to {there.st_size} of {self.size} bytes"
+        return self._write_note()
+
+    def _write_note(self) -> str:
+        """Say whose the log is; returns why the volume takes no writes, or "".
+
+        After an error a volume may refuse writes and show it nowhere else.
+        """
+        try:
+            os.pwrite(self._note, b"%d\n" % os.getpid(), 0)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:  # on a full volume the lock holds without its note
+                return f"{self.path}: its volume takes no writes: {error.strerror}"
         return ""
 
     def has_room(self, nbytes: int, free_floor_bytes: int) -> bool:
@@ -224,7 +238,7 @@ class RegionLog:
         return self.preallocated or self._available() - nbytes >= free_floor_bytes
 
     def probe(self) -> str:
-        """Return what is wrong with the medium, or "". Reads one block."""
+        """Return what is wrong with the medium, or "". Reads a block and writes what is there."""
         try:
             if os.fstatvfs(self._fd).f_flag & os.ST_RDONLY:
                 return f"{self.path} is on a volume mounted read-only"
@@ -243,7 +257,7 @@ class RegionLog:
         return volume.f_bavail * volume.f_frsize
 
     def _close_files(self) -> None:
-        for fd in {self._io, self._fd, self._tail} - {-1}:
+        for fd in {self._io, self._fd, self._tail, self._note} - {-1}:
             os.close(fd)
 
 
@@ -261,7 +275,7 @@ def _as_unavailable(what: str) -> Iterator[None]:
 
 
 def _lock_file(fd: int, folder: Path) -> None:
-    """Lock the log for this process and leave its pid for who comes second. Raises: TierKVError."""
+    """Lock the log for this process. Raises: TierKVError."""
     path = folder / LOCK_NAME
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,8 +285,6 @@ def _lock_file(fd: int, folder: Path) -> None:
         raise unavailable(
             f"{folder} cannot be locked: {error.strerror}; use a local disk"
         ) from error
-    with suppress(OSError):  # on a full volume the lock holds without its note
-        path.write_text(f"{os.getpid()}\n", encoding="ascii")
 
 
 def _open_tail(path: Path) -> int:

@@ -6,7 +6,8 @@
 A region is free, open (one at most: reservations are appended at its cursor) or sealed. Frames grow
 up from its start; its index grows down from its stop, one block of `ROWS` rows at a time. A
 reservation takes its row with it, so a row always finds room. `free` makes bytes dead; a region
-becomes free as a whole, by `release`, when nothing in it is live.
+becomes free as a whole, by `release`, when nothing in it is live. Only what was reserved last and
+never given to the disk is taken back by `free`: else refused writes would use up the log.
 
 Law, at every step: free + dead + live = capacity, where live is what was reserved and not freed.
 """
@@ -51,7 +52,7 @@ class Life(NamedTuple):
 class _State:
     """One region. `sequence` is 0 while it is free; `marked`: its index on disk is of this life."""
 
-    __slots__ = ("cursor", "live", "marked", "row", "rows", "sequence")
+    __slots__ = ("cursor", "live", "marked", "row", "rows", "sequence", "touched")
 
     def __init__(self) -> None:
         self.clear()
@@ -59,6 +60,8 @@ class _State:
     def clear(self) -> None:
         self.sequence = 0
         self.cursor = 0
+        self.touched = 0
+        """Bytes below this may be on the disk."""
         self.live = 0
         self.rows = 0
         """Rows written, skipped or promised to a reservation."""
@@ -117,7 +120,7 @@ class Regions:
             return locator
 
     def free(self, locator: int, nbytes: int) -> None:
-        """Make bytes dead; what lies in no region, or is dead already, is ignored."""
+        """Make bytes dead, or free again; what lies in no region, or is dead already, is ignored."""
         number = self.number_of(locator)
         if number is None:
             return
@@ -126,6 +129,17 @@ class Regions:
             size = min(rounded(max(nbytes, 1)), state.live)
             state.live -= size
             self._live -= size
+            start = locator - self.start_of(number)
+            last = number == self._open and start + size == state.cursor
+            if last and size and start >= state.touched:
+                state.cursor = start
+                state.rows -= 1
+
+    def touch(self, number: int, stop: int) -> None:
+        """Note that the disk may hold anything up to a file offset of a region."""
+        with self._lock:
+            state = self._states[number]
+            state.touched = max(state.touched, stop - self.start_of(number))
 
     def space(self) -> Space:
         """Return the accounting; index blocks in use and the rest of sealed regions are dead."""
@@ -233,6 +247,7 @@ class Regions:
         for number, sequence, cursor, row in lives:
             state = self._states[number]
             state.sequence, state.cursor, state.marked = sequence, cursor, True
+            state.touched = cursor
             state.row = state.rows = row
         self._unused = deque(n for n, state in enumerate(self._states) if not state.sequence)
         self._open = reopen
