@@ -6,7 +6,7 @@ rig.read(chain(1, 4))              # what a reader gets, block by block
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class Rig:
         *,
         executor: Executor | None = None,
         clock: Clock | None = None,
+        wall: Callable[[], float] = lambda: 0.0,
         **settings: Any,
     ) -> None:
         self.inline = Inline()
@@ -77,6 +78,7 @@ class Rig:
             settings=StoreSettings(**settings),
             policy=Lru(1 + len(self.lower)),
             clock=self.clock,
+            wall=wall,
         )
         self.inline.drain()
 

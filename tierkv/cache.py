@@ -11,12 +11,14 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv import calls
+from tierkv.answers import Answers
 from tierkv.catalog import READY
 from tierkv.clock import Clock
 from tierkv.codec import BY_CODEC_ID
@@ -25,7 +27,7 @@ from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
-from tierkv.part import Part
+from tierkv.part import PACKED_BYTES, Part
 from tierkv.policies.lru import Lru
 from tierkv.policy import Policy
 from tierkv.puts import Puts
@@ -54,6 +56,7 @@ class TierKV:
         executor: Executor,
         settings: StoreSettings,
         clock: Clock = time.monotonic,
+        wall: Clock = time.time,
         policy: Policy | None = None,
     ) -> None:
         policy = policy or Lru(1 + len(lower))
@@ -63,6 +66,8 @@ class TierKV:
         self._stages = Stages(self._store, self._matches, self._write_behind.resume)
         self._puts = Puts(self._store, self._write_behind)
         self._health = Health(self._store)
+        self._answers = Answers()
+        self._wall = wall
         self._started = clock()
         self._closed = False
         known = [low.tier.generations() for low in self._store.lower]
@@ -108,8 +113,9 @@ class TierKV:
         self, owner: int, call: calls.WaitCall, done: Callable[[calls.MatchReply], None]
     ) -> None:
         """Answer when the match is final."""
-        with self._store.lock:
-            self._matches.wait(owner, call.match, done)
+        miss = calls.MatchReply(match=0, blocks=0)
+        with self._answers.owe(done, lambda: miss) as answer, self._store.lock:
+            self._matches.wait(owner, call.match, answer)
 
     def settle(self, owner: int, call: calls.SettleCall) -> calls.MatchReply:
         """Make the match final now."""
@@ -150,17 +156,27 @@ class TierKV:
 
     def flush(self, call: calls.FlushCall, done: Callable[[calls.FlushReply], None]) -> None:
         """Answer when everything asked for is durable, failed, or the deadline passed."""
-        with self._store.lock:
-            self._write_behind.flush(call, done)
+        units = len(call.keys) // KEY_BYTES * (len(call.parts) // PACKED_BYTES)
+        nothing = calls.FlushReply(durable=bytes(units))
+        with self._answers.owe(done, lambda: nothing) as answer, self._store.lock:
+            self._write_behind.flush(call, answer)
 
     def clear(self, call: calls.ClearCall, done: Callable[[calls.ClearReply], None]) -> None:
-        """Raise the namespace's generation everywhere, then drop what is below it."""
+        """Raise the namespace's generation everywhere, then drop what is below it.
+
+        The new generation is the time of day where that is higher: sidecars that cannot reach the
+        tier they share come to different ones, and the later clear to the higher.
+        """
         store, digest = self._store, digest_of(call.namespace)
         with store.lock:
-            first = store.namespaces.generation(digest) + 1
+            first = max(store.namespaces.generation(digest) + 1, int(self._wall() * 1e6))
             removed = Counter(store.clear_below(digest, first))
 
-        def persist() -> None:
+        def unfinished() -> calls.ClearReply:
+            failed = {low.name: "the store was closed meanwhile" for low in store.lower}
+            return calls.ClearReply(generation=first, removed=dict(removed), failed=failed)
+
+        def persist(answer: Callable[[calls.ClearReply], None]) -> None:
             generation, failed = first, {}
             for low in store.lower:  # above every clear that others made before this one
                 if low.shared is not None:
@@ -172,30 +188,24 @@ class TierKV:
                     low.tier.raise_generation(digest, generation)
                 except OSError as error:
                     failed[low.name] = str(error)
-            done(calls.ClearReply(generation=generation, removed=dict(removed), failed=failed))
+            answer(calls.ClearReply(generation=generation, removed=dict(removed), failed=failed))
 
-        store.executor.submit("control", persist)
+        with self._answers.owe(done, unfinished) as answer:
+            store.executor.submit("control", partial(persist, answer))
 
     def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
         """Answer with counters and tiers, after trying each medium when asked to."""
 
-        def answer(problems: dict[str, str]) -> None:
+        def found(problems: dict[str, str]) -> dict[str, Any]:
+            parts = self._store, self._matches, self._puts, self._write_behind
             with self._store.lock:
-                stat = report(
-                    self._store,
-                    self._matches,
-                    self._puts,
-                    self._write_behind,
-                    self._started,
-                    problems,
-                )
-            done(to_wire(stat))
+                return to_wire(report(*parts, self._started, problems))
 
-        with self._store.lock:
+        with self._answers.owe(done, lambda: found({})) as answer, self._store.lock:
             if call.probe and not self._closed:
-                self._health.probe(answer)
+                self._health.probe(lambda problems: answer(found(problems)))
             else:
-                answer({})
+                answer(found({}))
 
     def tick(self) -> float:
         """End what is past its deadline."""
@@ -220,21 +230,29 @@ class TierKV:
             self._puts.disown(owner)
 
     def close(self, grace_s: float) -> None:
-        """Write down what is worth most within `grace_s` seconds and stop. Idempotent."""
+        """Write down what is worth most within `grace_s` seconds and stop. Idempotent.
+
+        Calls that wait are answered: as usual within the grace, else with what is certain.
+        """
         if self._closed:
             return
         store, end = self._store, time.monotonic() + grace_s
         with store.lock:
             self._closed = True
+            self._matches.finish_all()
             if store.lower:
                 rows = store.policy.oldest(store.catalog.select(RAM, READY).tolist())[::-1]
                 self._write_behind.clear()
                 self._write_behind.offer(rows, bounded=False)
-        while time.monotonic() < end and not self._write_behind.idle():
+        while time.monotonic() < end and not (self._write_behind.idle() and not self._answers):
             time.sleep(0.005)
+            with store.lock:
+                self._write_behind.tick()
+                self._health.tick()
         with store.lock:
             self._write_behind.clear()
         store.executor.close(max(end - time.monotonic(), 1.0))
+        self._answers.end()
         for low in store.lower:
             low.tier.close()
         store.host.close()

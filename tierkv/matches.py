@@ -159,6 +159,11 @@ class Matches:
             done(answer)
         return answer
 
+    def finish_all(self) -> None:
+        """Make every match final."""
+        for match in [match for match in self.open.values() if match.pending]:
+            self.finish(match)
+
     def _answer(self, match: Match) -> MatchReply:
         """Return the answer as it stands."""
         call, blocks = match.call, match.blocks

@@ -10,6 +10,7 @@ are done.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
@@ -42,7 +43,9 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Flush:
-    call: FlushCall
+    heads: Callable[[], list[int]]
+    """First placements of what was asked for, as they are now."""
+    namespace: int
     deadline: float
     done: Callable[[FlushReply], None]
 
@@ -74,11 +77,17 @@ class WriteBehind:
             self._start(queue)
 
     def flush(self, call: FlushCall, done: Callable[[FlushReply], None]) -> None:
-        """Queue what is not durable yet and answer when it is, or at the deadline."""
+        """Queue what is not durable yet and answer when it is, or at the deadline.
+
+        Raises: TierKVError (invalid): nothing was done.
+        """
         store, catalog = self._store, self._store.catalog
-        flush = _Flush(call, store.clock() + seconds_of(call.deadline_s), done)
+        parts = store.parts_of(call.parts)
+        heads = partial(store.heads, keys_of(call.keys, len(parts)), parts)
+        namespace = store.namespaces.number(digest_of(call.namespace))
+        flush = _Flush(heads, namespace, store.clock() + seconds_of(call.deadline_s), done)
         queued = {entry[:2] for queue in self.queues for entry in queue.waiting}
-        rows = [catalog.in_tier(head, RAM) for head in self._heads(call)]
+        rows = [catalog.in_tier(head, RAM) for head in heads()]
         missing = [row for row in rows if row != NONE and (row, catalog.serial[row]) not in queued]
         self._flushes.append(flush)
         self.offer([row for row in missing if catalog.state[row] == READY], bounded=False)
@@ -238,7 +247,7 @@ class WriteBehind:
         return True
 
     def _carry_one(self, lower: Lower, tier: RegionTier, row: int) -> bool:
-        """Move a held survivor; what cannot be read or placed goes, what cannot be written stays."""
+        """Move a held survivor: without a place it goes, when the write fails it stays."""
         store, catalog = self._store, self._store.catalog
         with store.lock:
             nbytes, old = catalog.nbytes[row], catalog.locator[row]
@@ -263,30 +272,25 @@ class WriteBehind:
                 store.drop([row])
         return written or locator is None
 
-    def _heads(self, call: FlushCall) -> list[int]:
-        parts = self._store.parts_of(call.parts)
-        return self._store.heads(keys_of(call.keys, len(parts)), parts)
-
     def _settle_flushes(self) -> None:
         store = self._store
         for flush in list(self._flushes):
-            durable = self._durable(flush.call)
+            durable = self._durable(flush)
             late = store.clock() >= flush.deadline
             if late or all(durable) or self.idle():
                 self._flushes.remove(flush)
                 self._answer(flush, bytes(durable))
 
-    def _durable(self, call: FlushCall) -> list[bool]:
+    def _durable(self, flush: _Flush) -> list[bool]:
         store, catalog = self._store, self._store.catalog
-        namespace = store.namespaces.number(digest_of(call.namespace))
         return [
             any(
                 catalog.tier[row] != RAM
                 and catalog.state[row] == READY
-                and store.answers(row, 0, namespace)
+                and store.answers(row, 0, flush.namespace)
                 for row in catalog.copies(head)
             )
-            for head in self._heads(call)
+            for head in flush.heads()
         ]
 
     def _answer(self, flush: _Flush, durable: bytes) -> None:

@@ -272,6 +272,21 @@ def test_hostile_flushes_are_answered_once(deadline: float) -> None:
     assert len(answers) <= 1
 
 
+@pytest.mark.parametrize("namespace", ["", "a b", "../x", "n" * 200])
+def test_a_flush_of_no_namespace_is_refused_whole(namespace: str) -> None:
+    """Nothing of it is left for the write thread, which would break the store over it."""
+    made = rig()
+    call = calls.FlushCall(namespace=namespace, keys=KEYS, parts=packed(ONE), deadline_s=1.0)
+    answers: list[calls.FlushReply] = []
+    with pytest.raises(TierKVError, match="a namespace is"):
+        made.store.flush(call, answers.append)
+    made.put(chain(50, 2))
+    made.inline.drain()
+    made.store.tick()
+    unharmed(made)
+    assert not answers
+
+
 def test_junk_below_is_a_miss() -> None:
     """Whatever comes back from a disk: it is that block's bytes, or nothing."""
     rng = random.Random(4)

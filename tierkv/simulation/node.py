@@ -69,7 +69,8 @@ class Node:
         ]
         self.sidecar = Sidecar(
             HostTier(HostSettings(size_bytes=self._arena_bytes)), lower, executor=self.lanes,
-            clock=scene.time, settings=StoreSettings(write_behind_bytes=QUEUE_BYTES),
+            clock=scene.time, wall=scene.time,
+            settings=StoreSettings(write_behind_bytes=QUEUE_BYTES),
         )  # fmt: skip
         self._started = True
         self._cleared: dict[str, int] = dict(self._floors)

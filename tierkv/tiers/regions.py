@@ -120,7 +120,7 @@ class Regions:
             return locator
 
     def free(self, locator: int, nbytes: int) -> None:
-        """Make bytes dead, or free again; what lies in no region, or is dead already, is ignored."""
+        """Make bytes dead or free again; those in no region, or dead already, are ignored."""
         number = self.number_of(locator)
         if number is None:
             return
