@@ -68,7 +68,8 @@ class Stages:
     def _source(self, match: Match, head: int) -> int:
         """Return the copy a unit comes from: in RAM or on its way there, else the fastest below.
 
-        NONE where there is none, or where RAM holds one that cannot answer and is in the way.
+        NONE where there is none, or where RAM holds one that cannot answer and is in use. One that
+        nobody uses makes way in `_begin`.
         """
         store, catalog = self._store, self._store.catalog
         fidelity, namespace = match.call.fidelity, match.namespace
@@ -77,7 +78,10 @@ class Stages:
             origin = self._origins.get(row)
             coming = origin is not None and store.usable(origin)
             there = catalog.state[row] == READY or coming
-            return row if there and store.answers(row, fidelity, namespace) else NONE
+            if there and store.answers(row, fidelity, namespace):
+                return row
+            if catalog.state[row] != READY or catalog.holds[row]:
+                return NONE
         for low in store.lower:
             if store.usable(low):
                 row = store.ready_in(low.number, head, fidelity, namespace)
@@ -249,10 +253,13 @@ class Stages:
 
     def _begin(self, source: int) -> int:
         """Reserve RAM for a unit and hold the copy it is read from."""
-        store = self._store
-        locator = store.host.reserve(store.catalog.nbytes[source])
+        store, catalog = self._store, self._store.catalog
+        locator = store.host.reserve(catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
-        store.catalog.hold([source])
+        poor = catalog.in_tier(catalog.find([catalog.keys[source]], catalog.part[source])[0], RAM)
+        if poor != NONE:
+            store.drop([poor])
+        catalog.hold([source])
         return store.copy_of(source, RAM, locator)
 
     def _submit(self, low: Lower, pairs: list[tuple[int, int]]) -> None:

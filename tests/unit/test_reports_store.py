@@ -132,6 +132,54 @@ def test_r06_a_second_clear_by_another_sidecar_is_a_clear(open_rig: Open) -> Non
     ours.put(keys, b"new")
 
 
+def test_r06_clears_that_cannot_hear_of_each_other_differ(open_rig: Open) -> None:
+    """Both sidecars clear while the server is gone: the later clear takes what lies between."""
+    server, keys = Server(), chain(1, 3)
+    ours = open_rig("ours", shared(server), wall=lambda: 100.0)
+    theirs = open_rig("theirs", shared(server), wall=lambda: 101.0)
+    server.reachable = False
+    first = ours.clear()
+    ours.put(keys, b"between")
+    second = theirs.clear()
+    assert set(first.failed) == set(second.failed) == {"redis"}
+    assert first.generation < second.generation
+    server.reachable = True
+    ours.flush(keys)
+    ours.inline.drain()
+    assert theirs.read(keys) == []
+    ours.clock.now += 2.0
+    ours.store.tick()
+    ours.inline.drain()
+    assert ours.read(keys) == []
+
+
+def test_r06_a_clock_that_goes_back_does_not_undo_a_clear(open_rig: Open) -> None:
+    hours, keys = [9.0, 5.0], chain(1, 3)
+    rig = open_rig(wall=lambda: hours.pop(0) * 3600)
+    first = rig.clear()
+    rig.put(keys, b"old")
+    rig.flush(keys)
+    assert rig.clear().generation == first.generation + 1
+    assert rig.read(keys) == []
+
+
+def test_a_better_copy_below_is_not_hidden_by_a_poor_one_in_ram(open_rig: Open) -> None:
+    server, keys = Server(), chain(1, 3)
+    theirs, ours = open_rig("theirs", shared(server)), open_rig("ours", shared(server))
+    theirs.put(keys, b"exact")
+    theirs.flush(keys)
+    theirs.inline.drain()
+    assert ours.put(keys, b"poor", fidelity=2) == 3
+    assert ours.read(keys, fidelity=2) == texts(keys, b"poor")
+    held = ours.match(keys[:1], fidelity=2, owner=5)
+    assert ours.read(keys) == [], "somebody holds the poor head"
+    ours.store.release(5, calls.ReleaseCall(match=held.match))
+    ours.clock.now += 10.0
+    assert ours.read(keys) == texts(keys, b"exact")
+    assert ours.read(keys, fidelity=2) == texts(keys, b"exact")
+    ours.idle()
+
+
 def test_r06_new_blocks_take_the_place_of_cleared_ones(open_rig: Open) -> None:
     server, keys = Server(), chain(1, 3)
     ours, theirs = open_rig("ours", shared(server)), open_rig("theirs", shared(server))

@@ -121,13 +121,16 @@ class ModelShared(Medium):
         return data if header.generation >= self._known.get(header.namespace, 0) else None
 
     def _write(self, item: Item, fault: str) -> Outcome:
-        parsed(item)
+        header = parsed(item)
         if not self._server.reachable:
             return Outcome(Status.FAILED, "gone")
         if fault in REFUSALS:
             return REFUSALS[fault]
         self._agree()
         data = b"".join(frame.cut(item.pieces, 0, item.nbytes))
+        there = frame.parse(self._server.frames.get(item.id, b"")[: frame.MAX_HEADER_BYTES])
+        if isinstance(there, frame.Header) and there.fidelity > header.fidelity:
+            return Outcome(Status.THROTTLED, "a copy of a higher class is there")
         if fault == "write_torn":
             data = data[: len(data) // 2] + bytes(len(data) - len(data) // 2)
         if fault:
