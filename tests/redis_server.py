@@ -1,6 +1,7 @@
 """A real redis-server of our own for tests: loopback port, Unix socket, nothing kept on disk."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -70,6 +71,7 @@ class RedisServer:
     def stop(self) -> None:
         """End the server politely; nothing happens when it is not running."""
         if self._process is not None:
+            self.thaw()
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
@@ -81,6 +83,16 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def freeze(self) -> None:
+        """Stop the process where it is: it accepts connections and answers nothing."""
+        assert self._process is not None, "the server is not running"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen server go on."""
+        assert self._process is not None, "the server is not running"
+        self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """Stop and start: an empty server at the same addresses."""

@@ -1,12 +1,17 @@
 """What a store says about itself, from its counters (`stat.StoreStat`)."""
 
+import itertools
+
 from tierkv import __version__
-from tierkv.catalog import NONE, READY, WRITING
+from tierkv.catalog import LEAVING, NONE, READY, WRITING
 from tierkv.matches import Matches
 from tierkv.puts import Puts
 from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat
 from tierkv.store import HOST_RATES, RAM, Lower, Store
 from tierkv.write_behind import WriteBehind
+
+HELD_SHARE = 0.9
+"""Of RAM held by clients: above it nothing can be stored or brought up."""
 
 
 def report(
@@ -30,13 +35,19 @@ def report(
     now = store.clock()
     queues = write_behind.queues
     oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
-    held = [rows for _, rows in matches.transfers.values()]
-    held += [[row for row in match.rows if row != NONE] for match in matches.open.values()]
+    leased = itertools.chain(
+        *(rows for _, rows in matches.transfers.values()),
+        *(match.rows for match in matches.open.values()),
+    )
+    catalog = store.catalog
+    held = sum(catalog.bytes[RAM][state] for state in (WRITING, LEAVING)) + sum(
+        catalog.allocated[row] for row in set(leased) - {NONE} if catalog.state[row] == READY
+    )
     return StoreStat(
         version=__version__,
         epoch=store.host.epoch,
         uptime_s=now - started,
-        tiers=tuple(_tiers(store, problems)),
+        tiers=tuple(_tiers(store, held, problems)),
         enabled=_enabled(store),
         matches=store.totals["matches"],
         asked_blocks=store.totals["asked_blocks"],
@@ -54,7 +65,7 @@ def report(
             matches=len(matches.open),
             transfers=len(matches.transfers),
             reservations=len(puts.open),
-            held_bytes=sum(store.catalog.allocated[row] for rows in held for row in rows),
+            held_bytes=held,
         ),
         write_behind=WriteBehindStat(
             queued_frames=sum(len(queue.waiting) + queue.batch for queue in queues),
@@ -66,14 +77,17 @@ def report(
     )
 
 
-def _tiers(store: Store, problems: dict[str, str]) -> list[TierStat]:
+def _tiers(store: Store, held: int, problems: dict[str, str]) -> list[TierStat]:
     catalog, space = store.catalog, store.host.space()
+    problem = store.broken or problems.get("host", "")
+    if held > HELD_SHARE * space.capacity:
+        problem = problem or f"clients hold {held} of {space.capacity} bytes: no room for others"
     used = sum(catalog.bytes[RAM][WRITING:])
     tiers = [
         TierStat(
             name="host",
-            state="lost" if store.broken else "degraded" if problems.get("host") else "ok",
-            problem=store.broken or problems.get("host", ""),
+            state="lost" if store.broken else "degraded" if problem else "ok",
+            problem=problem,
             capacity_bytes=space.capacity,
             used_bytes=used,
             free_bytes=space.free,

@@ -301,11 +301,20 @@ class Server:
         if session.sock is None or not sequence:
             return
         if isinstance(reply, dict):
-            reply = {**reply, "counters": {**reply.get("counters", {}), **self.counters}}
+            reply = self._completed(reply)
         if isinstance(self._edge("an answer", session.add, sequence, reply), wire.Problem):
             self._refuse(session, "server_bug", "an answer met a bug")
             return
         self._flush(session)
+
+    def _completed(self, stat: dict[str, Any]) -> dict[str, Any]:
+        """Add to what the store says of itself who is connected, and what happened here."""
+        clients = sum(bool(session.number and session.sock) for session in self._sessions)
+        return {
+            **stat,
+            "holds": {**stat.get("holds", {}), "clients": clients},
+            "counters": {**stat.get("counters", {}), **self.counters},
+        }
 
     def _hello(self, session: Session, sequence: int, hello: calls.Hello) -> None:
         if hello.protocol != calls.PROTOCOL:
