@@ -114,7 +114,7 @@ class FakeStore:
         done(calls.ClearReply(generation=1, removed={}, failed={}))
 
     def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
-        done({"holds": len(self.holds), "free": len(self.free), "counters": {"own": 1}})
+        done({"holds": {"matches": len(self.holds)}, "counters": {"own": 1}})
 
     def tick(self) -> float:
         return 0.05

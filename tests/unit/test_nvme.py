@@ -199,6 +199,31 @@ def test_the_write_budget_throttles(open_tier: Open) -> None:
     assert tier.write(items[1:2]) == [DONE]
 
 
+def test_what_was_refused_uses_up_no_space(open_tier: Open) -> None:
+    """Reservations that never reached the disk are taken back, the last first; others are dead."""
+    clock = [0.0]
+    tier = open_tier(now=lambda: clock[0], write_budget_bytes_per_day=24 * 100_000)
+    kept = make_frame(0, nbytes=50_000)
+    (at,) = put(tier, kept)
+    before = tier.space()
+    for turn in range(200):  # many times the log
+        frames = [make_frame(turn * 4 + n, nbytes=200_000) for n in range(4)]
+        places = [tier.reserve(200_000) or 0 for _ in frames]
+        items = [frame.item(place) for frame, place in zip(frames, places, strict=True)]
+        assert {outcome.status for outcome in tier.write(items)} == {Status.THROTTLED}
+        for place in reversed(places):
+            tier.free(place, 200_000)
+    assert tier.space() == before
+    assert get(tier, kept, at) is DONE
+    tier.free(at, 50_000)
+    assert tier.space().free == before.free, "what was written is dead, not free"
+    clock[0] += 3600
+    (place,) = put(tier, make_frame(1, nbytes=50_000))
+    assert place > at
+    tier.close()
+    assert found(open_tier()) == {key(kept): at, key(make_frame(1)): place}
+
+
 def test_a_budget_earns_evenly_and_no_more_than_an_hour() -> None:
     budget = WriteBudget(86_400 * 10, 0.0)
     assert budget.take(36_000, 0.0)

@@ -315,6 +315,7 @@ def test_stat_carries_the_servers_counters(one: Served) -> None:
     assert found is not None
     assert found["counters"]["own"] == 1
     assert found["counters"]["server_connections"] == 1
+    assert found["holds"]["clients"] == 1
 
 
 def test_header_is_three_words() -> None:

@@ -1,15 +1,18 @@
 """Downwards and back: one read for many, what a stop writes first, and reuse that never comes."""
 
 import logging
+from typing import Any
 
 import pytest
 
+from tests.frames import content, make_frame
 from tests.memory_tier import Medium, MemoryTier
 from tests.stores import PAGE, Rig, chain
 from tierkv import calls, frame
 from tierkv.executor import Inline, Job
 from tierkv.puts import UNUSED_FROM
-from tierkv.tier import Outcome, Status
+from tierkv.tier import DONE, Outcome, Status
+from tierkv.wrap import seal_in_place
 from tierkv.write_behind import BATCH_FRAMES
 
 
@@ -86,3 +89,20 @@ def test_r01_much_stored_and_nothing_found_again_is_said_once(
             rig.inline.drain()
     assert caplog.text.count("none of the 4 found at start was ever asked for") == warned
     assert rig.stat()["counters"].get("no_reuse_across_restarts", 0) == warned
+
+
+def test_a_frame_that_another_tier_seals_meanwhile_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of an old header and half of a new one would be no header."""
+    frames = [make_frame(1, nbytes=9000, seal=seal) for seal in (False, True)]
+    item = frames[0].item(0)
+    refuse = frame._refuse
+
+    def seal_now(fields: tuple[Any, ...], length: int) -> frame.Refusal | None:
+        item.pieces[0][: frames[1].header.header_bytes] = frame.pack(frames[1].header)
+        return refuse(fields, length)
+
+    monkeypatch.setattr(frame, "_refuse", seal_now)
+    assert seal_in_place(item) is DONE
+    assert content(item) == frames[1].data

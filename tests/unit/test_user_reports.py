@@ -115,6 +115,21 @@ def test_r14_what_was_looked_up_and_never_fetched_is_let_go() -> None:
     assert rig.put(chain(9, 1)) == 1
 
 
+def test_r28_ram_full_of_held_blocks_is_named() -> None:
+    rig = Rig(8, [])
+    rig.put(chain(1, 8))
+    assert rig.stat()["tiers"][0]["state"] == "ok"
+    held = [rig.match(chain(1, 8)) for _ in range(3)]
+    stat = rig.stat()
+    assert stat["holds"]["held_bytes"] == 8 * PAGE, "however many hold it"
+    assert stat["tiers"][0]["state"] == "degraded"
+    assert "no room for others" in stat["tiers"][0]["problem"]
+    for match in held:
+        rig.store.release(1, calls.ReleaseCall(match=match.match))
+    assert rig.stat()["tiers"][0]["state"] == "ok"
+    assert rig.stat()["holds"]["held_bytes"] == 0
+
+
 def test_r14_a_dead_callers_leases_end_at_once() -> None:
     rig = Rig(8, [])
     rig.put(chain(1, 8))
