@@ -165,12 +165,13 @@ def test_within_its_grace_a_store_answers_as_ever(rig: Rig) -> None:
 def test_a_closed_store_answers_at_once(rig: Rig) -> None:
     rig.put(KEYS)
     rig.store.close(0.0)
-    for ask in (
+    asks: list[Callable[[Once], None]] = [
         lambda done: rig.store.flush(flush_call(), done),
         lambda done: rig.store.clear(calls.ClearCall(namespace="one"), done),
         lambda done: rig.store.wait(1, calls.WaitCall(match=7), done),
         lambda done: rig.store.stat(calls.StatCall(probe=True), done),
-    ):
+    ]
+    for ask in asks:
         done = Once()
         ask(done)
         assert done.count == 1

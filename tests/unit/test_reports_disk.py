@@ -301,8 +301,7 @@ def load_seconds(rig: Rig, sessions: range) -> list[float]:
 
 def test_r25_loads_keep_their_time_while_stores_saturate_the_disk() -> None:
     disk = SlowDisk()
-    settings = {"write_behind_bytes": LIMIT}
-    rig = Rig(4096, [disk], executor=Threads(LANES), clock=Wall(), **settings)
+    rig = Rig(4096, [disk], executor=Threads(LANES), clock=Wall(), write_behind_bytes=LIMIT)
     for session in range(14):
         rig.put(chain(session, BLOCKS), b"old", raw=RAW)
         while not rig.store._write_behind.idle():
