@@ -37,13 +37,15 @@ class FakeChannel:
     def __init__(self) -> None:
         self.stat: StoreStat | None = STAT
         self.delay_s = 0.0
-        self.probe_delay_s = 0.0
+        self.probed: threading.Event | None = None
+        """What a probe waits for."""
         self.failed: dict[str, str] = {}
         self.cleared: list[str] = []
 
     def call(self, call: Call, timeout_s: float | None = None) -> Any | None:
-        probing = isinstance(call, StatCall) and call.probe
-        time.sleep(self.probe_delay_s if probing else self.delay_s)
+        if self.probed is not None and isinstance(call, StatCall) and call.probe:
+            assert self.probed.wait(60)
+        time.sleep(self.delay_s)
         if self.stat is None:
             return None
         if isinstance(call, ClearCall):
@@ -79,7 +81,7 @@ class Served(NamedTuple):
 
     def raw(self, request: bytes) -> bytes:
         """Send bytes as they are, which no client library would, and return the first line."""
-        with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), 60) as connection:
             with contextlib.suppress(ConnectionError):  # it may answer and close before the end
                 connection.sendall(request)
             with contextlib.suppress(ConnectionError):
@@ -107,7 +109,7 @@ def serving() -> Iterator[Serve]:
             stack.callback(thread.join)
             stack.callback(setattr, server, "should_exit", True)
             port = listener.getsockname()[1]
-            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
             stack.enter_context(client)
             return Served(channel, client, port)
 

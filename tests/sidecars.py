@@ -15,6 +15,7 @@ from tests.fake_store import FakeStore
 from tierkv import calls
 from tierkv.client import Client
 from tierkv.settings import SocketSettings
+from tierkv_connectors import sidecar as sidecar_module
 from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_service.locks import Locks
 from tierkv_service.loop import Loop
@@ -42,7 +43,7 @@ class Served:
     def stop(self) -> None:
         self.loop.post(self.server.close)
         self.loop.post(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()
         self.locks.close()
 
@@ -110,7 +111,7 @@ class Process:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         if wait:
-            assert until(lambda: self.listens() or self.process.poll() is not None, 30)
+            assert until(lambda: self.listens() or self.process.poll() is not None, 60)
             assert self.process.poll() is None, self.said()
 
     def listens(self) -> bool:
@@ -126,7 +127,7 @@ class Process:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager
@@ -183,6 +184,11 @@ def load(client: Client, number: int) -> bytes | None:
         return data if transfer.unchanged(0) else None
 
 
+def connect(path: Path | str, timeout_s: float = 30.0) -> Client:
+    """Return a client that waits out a machine that is busy elsewhere."""
+    return sidecar_module.connect(path, timeout_s=timeout_s)
+
+
 def channel_of(client: Client) -> SidecarChannel:
     channel = client._channel
     assert isinstance(channel, SidecarChannel)
@@ -193,7 +199,6 @@ def python(program: str, *args: str) -> "subprocess.Popen[bytes]":
     """Start a program over the names of this module and `connect`."""
     head = f"import sys; sys.path.insert(0, {ROOT!r})\n"
     head += "from tests.sidecars import *\n"
-    head += "from tierkv_connectors.sidecar import connect\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + program, *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     )

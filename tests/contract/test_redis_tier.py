@@ -32,7 +32,7 @@ class TestRedisUnix(TierContract):
     def open(self, prefix: str) -> RedisTier:
         return RedisTier(
             RedisSettings(
-                url=self.address, prefix=prefix, max_bytes=48 * MIB, ttl_s=600, timeout_s=5.0,
+                url=self.address, prefix=prefix, max_bytes=48 * MIB, ttl_s=600, timeout_s=30.0,
                 tls_ca=self.tls_ca,
             )
         )  # fmt: skip

@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.sidecars import Process, until
+from tests.sidecars import Process, connect, until
 from tierkv import frame
 from tierkv.cache import TierKV
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
-from tierkv_connectors.sidecar import connect
 from tierkv_connectors.transformers import PrefixCache
 
 BLOCK = 32
@@ -48,7 +47,7 @@ def store() -> Iterator[TierKV]:
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
     if request.param == "embedded":
         opened: TierKV = request.getfixturevalue("store")
-        client = Client(EmbeddedChannel(opened, opened.host.view))
+        client = Client(EmbeddedChannel(opened, opened.host.view, timeout_s=30.0))
         yield client
         client.close()
         return

@@ -62,7 +62,7 @@ class FakeChannel:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*TIERKV, *arguments], capture_output=True, text=True, check=False, timeout=30
+        [*TIERKV, *arguments], capture_output=True, text=True, check=False, timeout=60
     )
 
 
@@ -179,19 +179,19 @@ def test_a_sidecar_from_start_to_end(tmp_path: Path) -> None:
         found = json.loads(run("stat", "--json", "--socket", str(sock)).stdout)
         assert [tier["state"] for tier in found["stat"]["tiers"]] == ["ok", "ok"]
         assert "another sidecar" in run("serve", "--config", str(settings)).stderr
-        assert httpx.get(f"{url}/metrics").text.count("tierkv_up 1.0") == 1
+        assert httpx.get(f"{url}/metrics", timeout=60).text.count("tierkv_up 1.0") == 1
         sidecar.terminate()
-        assert sidecar.wait(20) == 0
+        assert sidecar.wait(60) == 0
         assert not sock.exists()
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/healthz")
 
 
 def wait_for(url: str) -> httpx.Response:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while True:
         try:
-            answer = httpx.get(url, timeout=10)
+            answer = httpx.get(url, timeout=60)
         except httpx.TransportError:
             assert time.monotonic() < end
         else:

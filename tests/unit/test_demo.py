@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.sidecars import until
 from tierkv.errors import TierKVError
 from tierkv_service.demo import Demo
 from tierkv_service.demo_engine import Answer, Order, Ready, document
@@ -104,10 +105,11 @@ def test_processes_end_when_the_demo_is_killed(tmp_path: Path) -> None:
     )
     assert killed.stdout is not None
     child = int(killed.stdout.readline())
-    time.sleep(0.2)  # setpriv has become sleep by then
+    comm = Path(f"/proc/{child}/comm")
+    assert until(lambda: comm.read_text() == "sleep\n"), "setpriv becomes sleep"
     killed.kill()
     killed.communicate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
             break  # ended; whoever adopted it has not looked yet

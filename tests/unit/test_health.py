@@ -51,21 +51,20 @@ def test_a_blocked_loop_is_not_alive(serve: Serve) -> None:
     served = serve()
     assert served.get("/healthz").json() == {"status": "ok"}
     served.channel.delay_s = 10.0
-    started = time.monotonic()
     assert served.get("/healthz").status_code == 503
-    assert time.monotonic() - started < 8
 
 
 def test_a_slow_probe_does_not_delay_health(serve: Serve) -> None:
     served = serve()
-    served.channel.probe_delay_s = 4.0
+    served.channel.probed = threading.Event()
     slow = threading.Thread(target=served.get, args=("/readyz",))
     slow.start()
-    started = time.monotonic()
-    assert served.get("/healthz").status_code == 200
-    assert served.get("/v1/stat").status_code == 200
-    assert time.monotonic() - started < 3.5
-    slow.join()
+    try:
+        assert served.get("/healthz").status_code == 200
+        assert served.get("/v1/stat").status_code == 200
+    finally:
+        served.channel.probed.set()
+        slow.join()
 
 
 def test_readiness_names_the_failing_tier(serve: Serve) -> None:
@@ -235,9 +234,7 @@ def test_a_stopped_sidecar_is_not_alive_until_it_goes_on(tmp_path: Path) -> None
             sidecar.send_signal(signal.SIGSTOP)
             stopped = time.monotonic()
             while time.monotonic() < stopped + 5.0:
-                asked = time.monotonic()
-                assert status(f"{url}/healthz") == 503
-                assert time.monotonic() - asked < 5
+                assert status(f"{url}/healthz") == 503, "and no later than `status` waits"
             sidecar.send_signal(signal.SIGCONT)
             wait_until(lambda: status(f"{url}/healthz") == 200)
             assert status(f"{url}/metrics") == 200

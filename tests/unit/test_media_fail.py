@@ -12,6 +12,7 @@ from tests.redis_server import RedisFactory
 from tests.sidecars import (
     Process,
     channel_of,
+    connect,
     content,
     key,
     load,
@@ -25,7 +26,6 @@ from tests.volumes import Volume, mounted
 from tierkv import calls
 from tierkv.client import Client
 from tierkv.settings import HttpSettings
-from tierkv_connectors.sidecar import connect
 from tierkv_service import http
 
 MIB = 1 << 20

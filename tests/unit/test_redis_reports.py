@@ -16,6 +16,7 @@ import redis
 
 from tests.frames import NAMESPACE, Sample, content, empty_item, make_frame
 from tests.redis_server import RedisFactory, RedisServer
+from tests.sidecars import until
 from tierkv.tier import DONE, Outcome, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv.tiers.resp import Buffer, Connection
@@ -34,7 +35,7 @@ class Clock:
 
 
 def open_tier(
-    url: str, prefix: str = "reports", timeout_s: float = 5.0, clock: Clock | None = None
+    url: str, prefix: str = "reports", timeout_s: float = 30.0, clock: Clock | None = None
 ) -> RedisTier:
     settings = RedisSettings(
         url=url, prefix=prefix, max_bytes=64 * MIB, ttl_s=600, timeout_s=timeout_s,
@@ -250,17 +251,17 @@ def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
 def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> None:
     clock = Clock()
     tier = open_tier(
-        f"redis://127.0.0.1:{proxy.port}", f"slow{proxy.port}", timeout_s=0.5, clock=clock
+        f"redis://127.0.0.1:{proxy.port}", f"slow{proxy.port}", timeout_s=2.0, clock=clock
     )
     frame = make_frame(1, nbytes=100_000)
     assert put(tier, frame) == DONE
     assert get(tier, frame) == DONE
-    proxy.delay_s = 2.0
+    proxy.delay_s = 60.0
     began = time.monotonic()
     outcomes = [get(tier, frame).status, put(tier, frame).status]
     assert outcomes == [Status.FAILED] * 2
     assert tier.find([frame.id]) == [-1]
-    assert time.monotonic() - began < 3 * 2 * 0.5 + 5
+    assert time.monotonic() - began < 3 * 2 * 2.0 + 30
     began = time.monotonic()
     for _ in range(100):
         assert tier.read([empty_item(frame.id, 0, 4096)])[0].status is Status.THROTTLED
@@ -270,12 +271,12 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
         assert tier.generations() == {}
     with pytest.raises(OSError, match="left alone"):
         tier.raise_generation(NAMESPACE, 1)
-    assert time.monotonic() - began < 10.0  # 500 calls of 0.5 s would be 250
+    assert time.monotonic() - began < 60.0  # 500 calls of 2 s would be 1000
     assert "0.3 s" in tier.probe()
     proxy.delay_s = 0.0
     assert put(tier, frame).status is Status.THROTTLED
     clock.now += 0.5
-    assert tier.probe() == ""
+    assert until(lambda: tier.probe() == "")
     # The frame of generation 0 was cleared while the link was open; the clear is made up for.
     assert get(tier, frame).status is Status.MISSING
     newer = make_frame(1, nbytes=100_000, generation=1)
@@ -303,7 +304,7 @@ def test_r23_a_server_that_stops_and_comes_back(redis_factory: RedisFactory) -> 
     assert get(tier, frame).status is Status.FAILED
     assert get(tier, frame).status is Status.THROTTLED
     assert tier.probe() != ""
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 60.0
     server.start()
     clock.now += 1.0
     assert put(tier, frame) == DONE
@@ -346,14 +347,14 @@ def test_r23_a_password_is_decoded_once_and_never_shown(
             f"redis://:{quote(login, safe='')}@127.0.0.1:{server.port}/1",
             f"unix://default:{quote(login, safe='')}@{server.socket}?db=1",
         ):
-            tier = open_tier(url, timeout_s=1.0)
+            tier = open_tier(url)
             frame = make_frame(1)
             outcomes = [put(tier, frame), get(tier, frame), *tier.drop([frame.id])]
             good = login == password
             assert [outcome.status for outcome in outcomes[:2]] == [
                 Status.DONE if good else Status.FAILED
             ] * 2
-            assert (tier.probe() == "") == good
+            assert until(lambda: (tier.probe() == "") == good)  # noqa: B023, at once
             shown += [
                 repr(outcomes),
                 tier.probe(),

@@ -20,7 +20,7 @@ from tierkv.tiers.resp import Connection, LostError, Pool, Refused, request
 TIMEOUT_S = 0.5
 MIB = 1 << 20
 
-Script = Callable[[socket.socket], None]
+Script = Callable[[socket.socket], object]
 
 
 class Scripted:
@@ -69,7 +69,7 @@ class Scripted:
             self._threads[-1].start()
 
     def _serve(self, sock: socket.socket) -> None:
-        sock.settimeout(5.0)
+        sock.settimeout(60.0)
         with sock:
             try:
                 sock.recv(1, socket.MSG_PEEK)  # a test sets its script after it connects
@@ -102,7 +102,7 @@ def connect(server: Scripted, **login: str) -> Connection:
     )
 
 
-def ask(link: Connection, deadline_s: float = 5.0) -> None:
+def ask(link: Connection, deadline_s: float = 60.0) -> None:
     link.begin(time.monotonic() + deadline_s)
     link.send([request(b"PING")])
 
@@ -215,7 +215,7 @@ def test_a_server_that_falls_silent_costs_one_timeout(
     with pytest.raises(LostError, match=r"0\.5 s") as caught:
         link.fill([aligned(4096)[:2000], aligned(4096)[:2096]])
     assert not caught.value.stale
-    assert TIMEOUT_S * 0.9 < time.monotonic() - began < TIMEOUT_S * 10
+    assert TIMEOUT_S * 0.9 < time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("sent", [b"", b"$4", b"$4096\r\n" + b"x" * 4000])
@@ -230,7 +230,7 @@ def test_a_server_that_closes(server: Scripted, link: Connection, sent: bytes) -
 def test_a_server_that_dribbles_is_left_at_the_deadline(server: Scripted) -> None:
     def script(sock: socket.socket) -> None:
         sock.sendall(b"$4096\r\n")
-        for _ in range(200):
+        for _ in range(4000):  # longer than anybody waits here
             sock.sendall(b"x")
             time.sleep(0.02)
 
@@ -240,18 +240,20 @@ def test_a_server_that_dribbles_is_left_at_the_deadline(server: Scripted) -> Non
     began = time.monotonic()
     with pytest.raises(LostError):
         link.fill([aligned(4096)])
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 30
     link.close()
 
 
 def test_a_server_that_reads_nothing(server: Scripted) -> None:
-    server.script = lambda sock: time.sleep(1.0)
+    over = threading.Event()
+    server.script = lambda sock: over.wait(60)
     link = connect(server)
-    link.begin(time.monotonic() + 5)
+    link.begin(time.monotonic() + 60)
     began = time.monotonic()
     with pytest.raises(LostError):
         link.send([aligned(16 * MIB)])
-    assert time.monotonic() - began < TIMEOUT_S * 10
+    assert time.monotonic() - began < 30
+    over.set()
     link.close()
 
 
@@ -268,7 +270,7 @@ def test_many_buffers_are_sent_whole(server: Scripted) -> None:
 
     server.script = script
     link = connect(server)
-    link.begin(time.monotonic() + 5)
+    link.begin(time.monotonic() + 60)
     link.send(buffers)
     assert link.reply() == b"OK"
     assert got == b"".join(buffers)
@@ -293,7 +295,7 @@ def test_the_pool_bounds_connections_and_waits(server: Scripted) -> None:
     assert second is not None
     began = time.monotonic()
     assert pool.take(0.05) is None
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 30
     pool.lose(first)
     third = pool.take(0.05)
     assert third is not None
@@ -366,4 +368,4 @@ def test_no_server_makes_the_tier_hang_or_raise(server: Scripted, hostile: str) 
                 tier.raise_generation(bytes(16), 0)
     assert tier.probe() != ""
     tier.close()
-    assert time.monotonic() - began < 30 * TIMEOUT_S
+    assert time.monotonic() - began < 60

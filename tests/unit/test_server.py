@@ -234,7 +234,7 @@ def test_late_answers_let_others_pass_and_are_bounded(
 
 
 def test_slow_reader_is_disconnected(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALL_S", 0.2)
+    monkeypatch.setattr(server_module, "STALL_S", 2.0)
     monkeypatch.setattr(server_module, "LOOK_S", 0.1)
     with Peer(one.path) as peer:
         peer.hello()

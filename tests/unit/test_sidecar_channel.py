@@ -14,6 +14,7 @@ from tests.sidecars import (
     Process,
     Served,
     channel_of,
+    connect,
     content,
     key,
     line,
@@ -31,7 +32,7 @@ from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client, Transfer
 from tierkv_connectors import sidecar as sidecar_module
 from tierkv_connectors import wire
-from tierkv_connectors.sidecar import SidecarChannel, connect
+from tierkv_connectors.sidecar import SidecarChannel
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ client.close()
     assert all(load(client, number) == content(number) for number in range(200))
     assert line(other) == "True"
     client.close()
-    other.communicate(timeout=10)
+    other.communicate(timeout=60)
 
 
 def test_many_threads_of_one_engine(real: Process) -> None:
@@ -95,7 +96,7 @@ def test_no_sidecar_is_a_miss_at_once(tmp_path: Path) -> None:
     for number in range(200):
         assert client.match(match_call(key(number))).blocks == 0
         assert client.put(put_call(key(number))) is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "400 calls of a 30 s timeout"
     assert "No such file" in channel_of(client).last_error
     client.close()
 
@@ -108,34 +109,37 @@ def test_silent_server_is_a_miss_within_the_timeout(tmp_path: Path) -> None:
         listener.listen()
         client = connect(path, timeout_s=0.1)
         start = time.monotonic()
-        for _ in range(100):
+        for _ in range(1000):
             assert client.match(match_call(key(1))).blocks == 0
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 50, "not a timeout each: it backs off"
         client.close()
 
 
 def test_late_answers_are_dropped_and_what_they_hold_goes_back(fake: Served) -> None:
-    fake.store.pause_s = 0.3
-    client = Client(SidecarChannel(fake.path, timeout_s=0.1))
-    assert store(client, 1) == 1
+    fake.store.pause_s = 3.0
+    patient, client = connect(fake.path), connect(fake.path, timeout_s=0.5)
+    assert store(patient, 1) == 1
+    assert until(lambda: client.stat() is not None)
+    before = channel_of(client).counters.timeouts
     assert client.match(match_call(key(1), namespace="slow")).blocks == 0
-    assert channel_of(client).counters.timeouts == 1
-    time.sleep(0.3)
+    assert channel_of(client).counters.timeouts == before + 1
+    assert until(lambda: patient.stat() is not None)
     assert client.match(match_call(key(2))).blocks == 0
     assert until(lambda: not fake.store.holds)
 
     assert channel_of(client).counters.disconnects == 0
     client.close()
+    patient.close()
 
 
 def test_hit_that_never_completes_is_a_miss(fake: Served) -> None:
     """R12: the answer is bounded, counted, and the connection stays good."""
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     pending = client.match(match_call(key(1), namespace="hang"))
     assert pending.pending
     start = time.monotonic()
     assert client.wait(pending.match, 0.1).blocks == 0
-    assert 0.09 < time.monotonic() - start < 5
+    assert 0.09 < time.monotonic() - start < 20
     fake.store.waits[0](calls.MatchReply(match=pending.match, blocks=7))
     assert client.match(match_call(key(1))).blocks == 0
     assert channel_of(client).counters.timeouts == 1
@@ -143,23 +147,23 @@ def test_hit_that_never_completes_is_a_miss(fake: Served) -> None:
 
 
 def test_one_thread_waits_and_another_works(fake: Served) -> None:
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     pending = client.match(match_call(key(1), namespace="hang"))
     found: list[calls.MatchReply] = []
-    waiter = threading.Thread(target=lambda: found.append(client.wait(pending.match, 5.0)))
+    waiter = threading.Thread(target=lambda: found.append(client.wait(pending.match, 60.0)))
     waiter.start()
     assert until(lambda: fake.store.waits)
     for _ in range(200):
         assert client.match(match_call(key(1))).blocks == 0
     fake.store.waits[0](calls.MatchReply(match=pending.match, blocks=3))
-    waiter.join(30)
+    waiter.join(60)
     assert found[0].blocks == 3
     assert channel_of(client).counters.timeouts == 0
     client.close()
 
 
 def test_views_kept_after_close_keep_the_lock(fake: Served) -> None:
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     reservation = client.put(put_call(key(1)))
     assert reservation is not None
     kept = reservation.payload(0)[0]
@@ -177,7 +181,7 @@ def test_views_kept_after_close_keep_the_lock(fake: Served) -> None:
 
 
 def test_reconnect_says_what_is_over(fake: Served) -> None:
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     reservation = client.put(put_call(key(1)))
     assert reservation is not None
     first = channel_of(client)._session
@@ -195,7 +199,7 @@ def test_reconnect_says_what_is_over(fake: Served) -> None:
 
 
 def test_child_after_fork_has_its_own_connection(fake: Served) -> None:
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     reservation = client.put(put_call(key(1)))
     assert reservation is not None
     session = channel_of(client)._session
@@ -235,7 +239,7 @@ def test_without_arena_nothing_is_mapped(fake: Served) -> None:
 
 
 def test_refused_call_is_a_miss_with_a_reason(fake: Served) -> None:
-    client = Client(SidecarChannel(fake.path))
+    client = connect(fake.path)
     assert client.match(match_call(key(1), namespace="bug")).blocks == 0
     assert "on purpose" in channel_of(client).last_error
     assert channel_of(client).counters.refused == 1

@@ -12,6 +12,7 @@ import pytest
 from tests.sidecars import (
     Process,
     channel_of,
+    connect,
     content,
     end,
     holds,
@@ -30,7 +31,6 @@ from tierkv.errors import TierKVError
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.private import PrivateSidecar
-from tierkv_connectors.sidecar import connect
 
 
 @pytest.fixture
@@ -86,13 +86,15 @@ def test_matched_and_never_fetched(real: Process) -> None:
     store(client, 1)
     for _ in range(8):
         assert client.match(match_call(key(1), deadline_s=0.2)).blocks == 1
-    kept = other.match(match_call(key(1), deadline_s=60.0))
-    assert holds(client)["matches"] == 9
+    kept = other.match(match_call(key(1), deadline_s=600.0))
     assert until(lambda: holds(client)["matches"] == 1)
+    stat = client.stat()
+    assert stat is not None
+    assert stat["counters"]["lease_expired"] == 8
     channel = channel_of(other)
     for _ in range(3):
         channel.post(calls.ReleaseCall(match=kept.match))
-    other.match(match_call(key(1), deadline_s=60.0))
+    other.match(match_call(key(1), deadline_s=600.0))
     other.close()
     assert until(lambda: holds(client)["matches"] == 0)
     assert load(client, 1) == content(1)
@@ -100,7 +102,7 @@ def test_matched_and_never_fetched(real: Process) -> None:
 
 
 def test_sidecar_killed_while_a_client_works(real: Process) -> None:
-    client = connect(real.path, timeout_s=1.0)
+    client = connect(real.path, timeout_s=10.0)
     assert store(client, 1) == 1
     slowest, hits, misses, stop = 0.0, 0, 0, threading.Event()
 
@@ -128,7 +130,7 @@ def test_sidecar_killed_while_a_client_works(real: Process) -> None:
     assert until(lambda: hits > 100)
     stop.set()
     worker.join(30)
-    assert slowest < 5
+    assert slowest < 30, "a call ends when the connection does, or at its timeout"
     client.close()
 
 
