@@ -111,6 +111,32 @@ def measure(
         return rows
 
 
+def doubted(block_bytes: int, turns: int, seed: int) -> list[Row]:
+    """Measure what it costs to doubt RAM: `verify = "always"` beside "arrival", embedded."""
+    source, target = ring(block_bytes, seed), ring(block_bytes, seed + 1)
+    numbers, keys = itertools.count(1000 + seed), chain(seed, len(source))
+    with (
+        embedded(HOST_BYTES, 'verify = "always"\n') as (_, always),
+        embedded(HOST_BYTES) as (_, on),
+    ):
+        engines = {"tierkv": Engine(always, source, target), "arrival": Engine(on, source, target)}
+        for engine in engines.values():
+            map_whole(engine.client)
+            engine.put(keys)
+            engine.verify(keys)
+        rows: list[Row] = []
+        for op in "get", "put":  # puts evict what is read
+            runs = {
+                name: (lambda engine=engine: engine.put(chain(next(numbers), len(source))))
+                if op == "put"
+                else (lambda engine=engine: engine.get(keys))
+                for name, engine in engines.items()
+            }
+            seconds = take_turns(runs, turns, 3, seed)
+            rows += rows_of("host_doubted", op, block_bytes, len(source), seconds)
+        return rows
+
+
 def latency(samples: int, seed: int) -> list[Row]:
     """Measure one 2 MiB block at a time through a sidecar, beside the plain copy of one."""
     block_bytes = 2 * MIB

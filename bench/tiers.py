@@ -7,6 +7,7 @@ it. Speeds are in GB (1e9 bytes) of blocks per second.
 
     host             match, get, copy, release and put, copy, commit; limit: plain copies of the
                      same blocks from and to the same arena; peers: LMCache's engine, Mooncake
+    host_doubted     the same with `verify = "always"`, beside "arrival" in the peer's column
     sidecar          the same through `tierkv serve`; peers: `lmcache server` over shared memory,
                      Mooncake over TCP
     sidecar_latency  one 2 MiB block at a time; get_two_calls where match and get are two processes'
@@ -30,7 +31,7 @@ from bench.rows import Row, show
 from bench.timing import machine
 
 SIZES = (2 * MIB, 32 * MIB)
-TIERS = ("host", "sidecar", "latency", "nvme", "stages", "redis")
+TIERS = ("host", "doubted", "sidecar", "latency", "nvme", "stages", "redis")
 FULL_TURNS, QUICK_TURNS = 15, 5
 FULL_SAMPLES, QUICK_SAMPLES = 2000, 500
 
@@ -49,6 +50,8 @@ def measure(
         for size in SIZES:
             if tier in {"host", "sidecar"}:
                 rows += ram.measure(tier, size, turns, seed, absent, with_peers=with_peers)
+            elif tier == "doubted":
+                rows += ram.doubted(size, turns, seed)
             elif tier == "nvme":
                 rows += nvme.measure(size, turns, seed, absent, with_peers=with_peers)
             elif tier == "stages":
