@@ -213,6 +213,7 @@ class TierKV:
             self._write_behind.tick()
             self._health.tick()
             self._stages.tick()
+            self._store.check()
             return max(self._matches.expire(), 0.001)
 
     def end_leases(self, owner: int) -> None:
@@ -228,6 +229,7 @@ class TierKV:
             self._store.counters["owner_died"] += held
             self._matches.disown(owner)
             self._puts.disown(owner)
+            self._store.check()
 
     def close(self, grace_s: float) -> None:
         """Write down what is worth most within `grace_s` seconds and stop. Idempotent.

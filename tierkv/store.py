@@ -224,6 +224,7 @@ class Store:
             ]
             self.drop(rows)
             removed[name] = len(rows)
+        self.check()
         return removed
 
     def persist(self, low: Lower, known: Mapping[bytes, int]) -> None:

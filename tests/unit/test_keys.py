@@ -1,5 +1,6 @@
 """Keys: the same everywhere for the same content, different for anything that changes KV."""
 
+import hashlib
 import itertools
 import os
 import subprocess
@@ -269,3 +270,18 @@ def test_identities_that_cannot_be_stored_are_refused(changes: dict[str, Any], s
     fields = {name: getattr(IDENTITY, name) for name in IDENTITY.__struct_fields__}
     with pytest.raises(TierKVError, match=says):
         Identity(**fields | changes)
+
+
+def test_a_million_tokens_cost_one_hash_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the key before and the block's own tokens: linear, and in C."""
+    started: list[int] = []
+    sha256 = hashlib.sha256
+
+    def counted(data: bytes = b"") -> Any:
+        started.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr(hashlib, "sha256", counted)
+    keys = chain_keys(bytes(32), np.arange(1_000_000, dtype=np.int32), 256)
+    assert started == [32] * (len(keys) // 32)
+    assert len(keys) // 32 == 1_000_000 // 256
