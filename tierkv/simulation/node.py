@@ -102,8 +102,6 @@ class Node:
         incarnation = self.lanes
 
         def done(reply: calls.ClearReply) -> None:
-            if "redis" in reply.failed:
-                return  # another clear may come to the same generation: the answer names the tier
             key = (namespace, reply.generation)
             scene.version_of[key] = max(scene.version_of.get(key, 0), version)
             if incarnation is not self.lanes:
