@@ -15,7 +15,7 @@ from tests.frames import aligned, empty_item, make_frame
 from tierkv.tier import Status
 from tierkv.tiers.endpoint import Endpoint
 from tierkv.tiers.redis import RedisSettings, RedisTier
-from tierkv.tiers.resp import Connection, LostError, Pool, Refused, request
+from tierkv.tiers.resp import WAKE_BYTES, Connection, LostError, Pool, Refused, request
 
 TIMEOUT_S = 0.5
 MIB = 1 << 20
@@ -194,6 +194,35 @@ def test_values_arrive_however_the_stream_is_cut(
         assert out == value
     assert link.quiet
     link.close()
+
+
+def test_the_last_bytes_of_a_value_arrive_over_tcp() -> None:
+    """They are fewer than wake us in the middle of a value, and nothing comes behind them."""
+    value = random.Random(1).randbytes(2 * WAKE_BYTES + 5)
+    stream = b"$%d\r\n%b\r\n" % (len(value), value)
+
+    def serve() -> None:
+        with listener.accept()[0] as sock:
+            at = 0
+            while sock.recv(100):
+                for stop in (1, 20, WAKE_BYTES - 7, WAKE_BYTES + 9, len(stream) - 3, len(stream)):
+                    sock.sendall(stream[at:stop])
+                    at = stop
+                    time.sleep(0.01)
+                at = 0
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        endpoint = Endpoint(host="127.0.0.1", port=listener.getsockname()[1])
+        link = Connection(endpoint, timeout_s=10, connect_timeout_s=10)
+        for _ in range(2):
+            ask(link, deadline_s=20)
+            out = memoryview(bytearray(len(value)))
+            assert link.fill([out[:7], out[7:]]) == len(value)
+            assert out == value
+        link.close()
+        thread.join()
 
 
 def test_a_value_of_another_length_is_dropped(server: Scripted, link: Connection) -> None:

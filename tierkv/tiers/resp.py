@@ -9,10 +9,11 @@ Whatever goes wrong (end of stream, silence, garbage) is a `LostError`, and the 
 of no use: there is no telling which reply would come next. An error reply is a value, `Refused`.
 
 Time is bounded twice: no operation waits longer than `timeout_s` without its bytes, and a call ends
-at the deadline that `begin` was given. TLS sockets know neither sendmsg nor MSG_WAITALL: they take
+at the deadline that `begin` was given. TLS sockets know neither sendmsg nor recvmsg: they take
 `send` and `recv_into`, a buffer at a time.
 """
 
+import select
 import socket
 import ssl
 import struct
@@ -32,6 +33,9 @@ MOST_SKIPPED_BYTES = 1 << 20
 """The longest bulk of a wrong length that is read to its end; a longer one ends the connection."""
 MOST_VIEWS = 64
 """Buffers for one system call."""
+WAKE_BYTES = 1 << 20
+"""What of a value must have arrived to wake us. On a virtual machine a wake-up costs more than 100
+KiB to copy, and the server pays for it too when it runs beside us."""
 
 
 class LostError(Exception):
@@ -85,6 +89,7 @@ class Connection:
         """Whether an earlier call was made on it."""
         self._timeout_s = timeout_s
         self._answered = False
+        self._wakes_at = 1
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._stop = 0
@@ -97,6 +102,8 @@ class Connection:
             if context is not None:
                 self._socket = context.wrap_socket(self._socket, server_hostname=endpoint.host)
             self._plain = context is None
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
             self._bound_waits(timeout_s if context is None else min(timeout_s, connect_timeout_s))
             self._log_in(endpoint)
         except (OSError, LostError) as error:
@@ -118,14 +125,13 @@ class Connection:
         return sock
 
     def _bound_waits(self, seconds: float) -> None:
-        """Bound each wait; in the kernel where it can, which saves a poll for each call."""
+        """Bound each wait; that to send in the kernel where it can, which saves a poll."""
         if not self._plain:
             self._socket.settimeout(seconds)
             return
         self._socket.settimeout(None)
         whole = int(seconds)
         interval = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 1))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
     def _log_in(self, endpoint: Endpoint) -> None:
@@ -268,7 +274,7 @@ class Connection:
 
     def _receive(self, targets: list[memoryview]) -> None:
         """Fill all targets: from the buffer first, then from the socket."""
-        at = 0
+        at, left = 0, sum(map(len, targets))
         while at < len(targets):
             target = targets[at]
             count = min(len(target), self._stop - self._start)
@@ -276,20 +282,21 @@ class Connection:
                 target[:count] = self._buffer[self._start : self._start + count]
                 self._start += count
             else:
-                count = self._receive_some(targets[at : at + MOST_VIEWS])
+                count = self._receive_some(targets[at : at + MOST_VIEWS], left)
+            left -= count
             while at < len(targets) and count >= len(targets[at]):
                 count -= len(targets[at])
                 at += 1
             if count:
                 targets[at] = targets[at][count:]
 
-    def _receive_some(self, targets: Sequence[memoryview]) -> int:
-        """Receive at least a byte; with several targets wait for all of them where one can."""
+    def _receive_some(self, targets: Sequence[memoryview], awaited: int = 1) -> int:
+        """Receive at least a byte, once all that is awaited or WAKE_BYTES of it has arrived."""
         began = time.monotonic()
         try:
             if self._plain:
-                wait = socket.MSG_WAITALL if len(targets) > 1 else 0
-                count = self._socket.recvmsg_into(targets, 0, wait)[0]
+                self._await(min(awaited, WAKE_BYTES))
+                count = self._socket.recvmsg_into(targets, 0, socket.MSG_DONTWAIT)[0]
             else:
                 count = self._socket.recv_into(targets[0])
         except OSError as error:
@@ -300,6 +307,18 @@ class Connection:
         if count < sum(map(len, targets)):
             self._check_progress(began)
         return count
+
+    def _await(self, nbytes: int) -> None:
+        """Wait until so many bytes have arrived; a Unix socket is content with one.
+
+        Polls, because a blocking receive takes what is there and then waits for as many again, of
+        which the last ones may never come.
+        """
+        if nbytes != self._wakes_at:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes_at = nbytes
+        if not self._poll.poll(self._timeout_s * 1000):
+            raise TimeoutError
 
     # --- time ---
 
