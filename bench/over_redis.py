@@ -1,9 +1,15 @@
 """Redis: the tier with its checksums, beside a bare RESP loop and redis-py, over loopback TCP.
 
-The bare loop is the least a client can do in Python: SET with sendmsg from the block's memory, GET
-with recv_into it, two requests in flight. redis-py is used as most do: set and get, one by one,
-with hiredis. Puts go to database 0, which is emptied before each one; gets read what lies in
-database 1.
+The tier writes as write-behind does, one thread and a batch at a time, and reads as stages do, four
+threads on its two connections. The bare loop is the least a client can do in Python: SET with
+sendmsg from the block's memory, GET with recv_into it, on one connection, two requests in
+flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates replies of 8 MiB and
+more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a block's values together:
+the tier's hashes do, and cost the server a copy of each value on its way in.
+
+redis-py is used as most do: set and get, one by one, with hiredis. What it gets is copied into the
+block's memory, where all contenders must bring it. Puts go to database 0, which is emptied before
+each one; gets read what lies in database 1.
 """
 
 import contextlib
@@ -13,17 +19,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from bench.engine import RING_BYTES, free_port
-from bench.nvme import Frames
+from bench.engine import MIB, RING_BYTES, free_port
+from bench.nvme import Frames, write_batches
 from bench.rows import Row, rows_of
 from bench.timing import Run, take_turns
+from tierkv.cache import READ_THREADS
 from tierkv.stages import READS_PER_JOB
 from tierkv.tier import Item, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv.wrap import Sealed
 
 IN_FLIGHT = 2
+VALUE_BYTES = 2 * MIB
 START_S = 10.0
 
 
@@ -120,6 +129,7 @@ class Tier:
         self._frames, self._back = frames, back
         self._seed = 0
         self._written: list[Item] = []
+        self._pool = ThreadPoolExecutor(READ_THREADS)
 
     def put(self) -> float:
         """Write the ring under new keys and return the seconds."""
@@ -130,7 +140,7 @@ class Tier:
         places = [self._tier.reserve(self._frames.nbytes) for _ in ids]
         self._written = self._frames.items(ids, [place for place in places if place is not None])
         start = time.perf_counter()
-        for batch in _batches(self._written):
+        for batch in write_batches(self._written, self._frames.nbytes):
             outcomes = self._sealed.write(batch)
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
         return time.perf_counter() - start
@@ -139,20 +149,23 @@ class Tier:
         """Read the ring back, verified, and return the seconds."""
         ids = [item.id for item in self._written]
         items = self._back.items(ids, [item.locator for item in self._written])
+        jobs = [items[at : at + READS_PER_JOB] for at in range(0, len(items), READS_PER_JOB)]
         start = time.perf_counter()
-        for batch in _batches(items):
-            outcomes = self._sealed.read(batch)
+        for outcomes in self._pool.map(self._sealed.read, jobs):
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
         return time.perf_counter() - start
 
     def close(self) -> None:
         """Close the tier."""
+        self._pool.shutdown()
         self._tier.close()
 
 
-def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for at in range(0, len(items), READS_PER_JOB):
-        yield items[at : at + READS_PER_JOB]
+def cut(values: Sequence[memoryview]) -> list[memoryview]:
+    """Return values in pieces of VALUE_BYTES."""
+    return [
+        value[at : at + VALUE_BYTES] for value in values for at in range(0, len(value), VALUE_BYTES)
+    ]
 
 
 def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> list[Row]:
@@ -167,7 +180,9 @@ def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> 
         frames, back = Frames(block_bytes, seed), Frames(block_bytes, seed + 1)
         values = [piece[:block_bytes] for piece in frames.pieces]
         targets = [piece[:block_bytes] for piece in back.pieces]
-        keys = [b"bare%d" % number for number in range(frames.count)]
+        pieces, places = cut(values), cut(targets)
+        names = [b"bare%d" % number for number in range(len(pieces))]
+        keys = [b"py%d" % number for number in range(frames.count)]
         clients = [redis.Redis(port=port, db=database) for database in (0, 1)]
         tiers = [Tier(port, database, frames, back) for database in (0, 1)]
         bares = [Bare(port, database) for database in (0, 1)]
@@ -186,26 +201,28 @@ def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> 
         def loop_set(client: "redis.Redis") -> float:
             start = time.perf_counter()
             for key, value in zip(keys, whole, strict=True):
-                client.set(b"py" + key, value)
+                client.set(key, value)
             return time.perf_counter() - start
 
         def loop_get() -> float:
             start = time.perf_counter()
-            for key in keys:
-                clients[1].get(b"py" + key)
+            for key, target in zip(keys, targets, strict=True):
+                value = clients[1].get(key)
+                assert isinstance(value, bytes)
+                target[:] = value
             return time.perf_counter() - start
 
         puts = {
             "tierkv": emptied(tiers[0].put),
-            "limit": emptied(lambda: bares[0].put(keys, values)),
+            "limit": emptied(lambda: bares[0].put(names, pieces)),
             "redis-py": emptied(lambda: loop_set(clients[0])),
         }
         tiers[1].put()
-        bares[1].put(keys, values)
+        bares[1].put(names, pieces)
         loop_set(clients[1])
         gets = {
             "tierkv": tiers[1].get,
-            "limit": lambda: bares[1].get(keys, targets),
+            "limit": lambda: bares[1].get(names, places),
             "redis-py": loop_get,
         }
         blocks = RING_BYTES // block_bytes
