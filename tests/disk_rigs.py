@@ -80,7 +80,7 @@ def texts(keys: Sequence[bytes], text: bytes) -> list[bytes]:
 def place(rig: Rig, key: bytes) -> int:
     """Return where in the log a block lies."""
     catalog = rig.store._store.catalog
-    row = catalog.in_tier(catalog.find([key], 0)[0], 1)
+    row = catalog.in_tier(catalog.head(key, 0), 1)
     return int(catalog.locator[row])
 
 

@@ -24,7 +24,6 @@ from tierkv.clock import Clock
 from tierkv.codec import BY_CODEC_ID
 from tierkv.executor import Executor, Threads
 from tierkv.health import Health, lane
-from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
@@ -332,9 +331,8 @@ class TierKV:
             }
             names = ("fidelity", "flags", "nbytes", "locator", "generation", "position")
             columns |= {name: some[name] for name in names}
-            keys = np.ascontiguousarray(some["key"]).view(f"V{KEY_BYTES}").reshape(-1).tolist()
             number = catalog.part_number(Part(*part))
-            every[mine] = catalog.adopt(low.number, number, keys, columns)
+            every[mine] = catalog.adopt(low.number, number, some["key"].tobytes(), columns)
         return every
 
 

@@ -1,9 +1,8 @@
 """The Catalog: every placement and every hold, in memory. The only mutable heart of tierkv.
 
 A placement is one copy of a *unit* (key, part) in one tier. Placements are rows in typed columns,
-not objects; a dict per part leads from a key to the first of its placements, `sibling` to the next.
-Keys and row numbers are all that the interpreter sees, and none of it is tracked by the garbage
-collector.
+not objects; `units` leads from a unit to the first of its placements, `sibling` to the next. None
+of it is tracked by the garbage collector.
 
 Columns are `array.array`: one row is read in tens of nanoseconds, and `column` gives numpy a view
 where a decision looks at all of them.
@@ -14,13 +13,15 @@ I/O, no clock, no lock: the owner calls from one thread at a time.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tierkv import units
+from tierkv.key import KEY_BYTES
 from tierkv.part import Part
 from tierkv.tier import Space
 
@@ -49,7 +50,10 @@ TRANSITIONS = {
 One that is held may leave, and is gone when the last hold ends.
 """
 
-NONE = -1
+NONE = units.NONE
+
+MANY = 64
+"""From here on numpy takes less time than a loop over rows."""
 
 COLUMNS = {
     "part": "h",
@@ -66,7 +70,6 @@ COLUMNS = {
     "generation": "q",
     "position": "i",
     "sibling": "i",
-    "first": "b",
     "serial": "I",
 }
 
@@ -109,21 +112,22 @@ class Catalog:
     generation: "array[int]"
     position: "array[int]"
     sibling: "array[int]"
-    first: "array[int]"
-    """1: the unit's dict entry leads here."""
     serial: "array[int]"
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self.tiers = tuple(tiers)
         self.bytes = [[0] * len(State) for _ in tiers]
         self.count = [[0] * len(State) for _ in tiers]
-        self.keys: list[bytes] = []
         self._parts: dict[Part, int] = {}
         self._part_list: list[Part] = []
-        self._heads: list[dict[bytes, int]] = []
         self._recycled: list[int] = []
         for name, typecode in COLUMNS.items():
             setattr(self, name, array(typecode))
+        self._units = units.Units(self.part)
+
+    def __len__(self) -> int:
+        """Return the count of rows, those that are free included."""
+        return len(self._units)
 
     def part_number(self, part: Part) -> int:
         """Return the number that columns hold for a part."""
@@ -131,7 +135,6 @@ class Catalog:
         if number is None:
             number = self._parts[part] = len(self._part_list)
             self._part_list.append(part)
-            self._heads.append({})
         return number
 
     def part_at(self, number: int) -> Part:
@@ -142,19 +145,17 @@ class Catalog:
         """Return a row's part."""
         return self._part_list[self.part[row]]
 
-    def find(self, keys: Iterable[bytes], part: int) -> list[int]:
-        """Return the first placement of each unit, NONE where the unit is not known."""
-        lookup, known, parts, first = self._heads[part].get, self.keys, self.part, self.first
-        rows: list[int] = []
-        row, count = NONE, len(known)
-        for key in keys:
-            # A chain's rows mostly lie side by side; then the next one needs no look into a dict
-            # of a million, which costs as much as everything else here.
-            row += 1
-            if not (row < count and known[row] == key and first[row] and parts[row] == part):
-                row = lookup(key, NONE)
-            rows.append(row)
-        return rows
+    def key(self, row: int) -> bytes:
+        """Return a row's key."""
+        return self._units.key(row)
+
+    def head(self, key: bytes, part: int) -> int:
+        """Return the first placement of one unit, NONE where the unit is not known."""
+        return self._units.first(key, part)
+
+    def find(self, keys: bytes, part: int) -> npt.NDArray[np.int32]:
+        """Return the first placement of each unit of n x 32 bytes of keys; see `head`."""
+        return self._units.find(keys, part)
 
     def copies(self, head: int) -> Iterator[int]:
         """Go through the placements of a unit."""
@@ -170,24 +171,21 @@ class Catalog:
             head = sibling[head]
         return head
 
-    def begin(self, tier: int, units: Sequence[Unit]) -> list[int]:
+    def begin(self, tier: int, new: Sequence[Unit]) -> list[int]:
         """Make placements in `writing`; no unit has one in `tier` yet or stands twice in a call."""
-        rows = self._take_rows(len(units))
+        rows = self._take_rows(len(new))
         size = 0
-        for row, unit in zip(rows, units, strict=True):
-            self.keys[row] = unit.key
+        for row, unit in zip(rows, new, strict=True):
+            self._units.name(row, unit.key)
             self.part[row], self.profile[row] = unit.part, unit.profile
             self.fidelity[row], self.flags[row] = unit.fidelity, unit.flags
             self.nbytes[row], self.allocated[row] = unit.nbytes, unit.allocated
             self.locator[row], self.namespace[row] = unit.locator, unit.namespace
             self.generation[row], self.position[row] = unit.generation, unit.position
             size += unit.allocated
-            heads = self._heads[unit.part]
-            before = self.sibling[row] = heads.get(unit.key, NONE)
-            heads[unit.key] = row
-            self.first[row] = 1
-            if before != NONE:
-                self.first[before] = 0
+        before = self._units.lead(np.array(rows, np.int32))
+        for row, sibling in zip(rows, before.tolist(), strict=True):
+            self.sibling[row] = sibling
         self._enter(tier, rows, size)
         return rows
 
@@ -226,14 +224,26 @@ class Catalog:
         self._forget(rows)
 
     def hold(self, rows: Rows) -> None:
-        """Keep ready placements' bytes in place."""
+        """Keep the bytes of ready placements, all different, in place."""
+        if len(rows) >= MANY:
+            at = np.asarray(rows, np.int32)
+            assert (self.column("state")[at] == READY).all(), "holds lie on ready placements only"
+            self.column("holds")[at] += 1
+            return
         state, holds = self.state, self.holds
         for row in rows:
             assert state[row] == READY, "holds lie on ready placements only"
             holds[row] += 1
 
     def unhold(self, rows: Rows) -> list[int]:
-        """End one hold of each row; returns those that are leaving and nobody holds any more."""
+        """End one hold of each row, all different; returns those that leave with their last one."""
+        if len(rows) >= MANY:
+            at, column = np.asarray(rows, np.int32), self.column("holds")
+            left = column[at] - 1
+            assert (left >= 0).all(), "a hold ended twice"
+            column[at] = left
+            gone: list[int] = at[(left == 0) & (self.column("state")[at] == LEAVING)].tolist()
+            return gone
         state, holds = self.state, self.holds
         free = []
         for row in rows:
@@ -250,7 +260,7 @@ class Catalog:
 
     def select(self, tier: int, *states: int) -> npt.NDArray[np.int32]:
         """Return the rows of a tier in any of the states. Linear in placements."""
-        if not self.keys:
+        if not len(self):
             return np.empty(0, np.int32)
         mine = (self.column("tier") == tier) & np.isin(self.column("state"), states)
         return np.flatnonzero(mine).astype(np.int32)
@@ -264,30 +274,26 @@ class Catalog:
         )
 
     def adopt(
-        self, tier: int, part: int, keys: list[bytes], columns: dict[str, npt.NDArray[Any]]
-    ) -> list[int]:
+        self, tier: int, part: int, keys: bytes, columns: dict[str, npt.NDArray[Any]]
+    ) -> npt.NDArray[np.int32]:
         """Make ready placements of units that a tier found at start, in bulk; see `begin`.
 
         Args:
             tier: where; the catalog has no placements of it yet.
             part: of all the units.
-            keys: of the units, distinct.
+            keys: of the units, distinct, n x 32 bytes.
             columns: the other fields of `Unit`.
         """
-        rows = list(range(len(self.keys), len(self.keys) + len(keys)))
-        self.keys += keys
-        heads, blank = self._heads[part], np.zeros(len(keys), np.int8)
-        siblings = np.full(len(keys), NONE, np.int32)
-        if heads:
-            siblings = np.fromiter((heads.get(key, NONE) for key in keys), np.int32, len(keys))
+        begin = len(self)
+        self._units.extend(keys)
+        rows = np.arange(begin, len(self), dtype=np.int32)
+        blank = np.zeros(len(rows), np.int8)
         given = {"part": blank.astype("h") + part, "tier": blank + tier, "state": blank + READY}
-        given |= {"serial": blank + 1, "first": blank + 1, "sibling": siblings, **columns}
+        given |= {"serial": blank + 1, **columns}
         for name, typecode in COLUMNS.items():
             values = given.get(name, blank)
             getattr(self, name).frombytes(values.astype(typecode).tobytes())
-        heads.update(zip(keys, rows, strict=True))
-        for before in siblings[siblings != NONE].tolist():
-            self.first[before] = 0
+        self.column("sibling")[rows] = self._units.lead(rows)
         self.bytes[tier][READY] += int(columns["allocated"].sum())
         self.count[tier][READY] += len(rows)
         return rows
@@ -308,19 +314,14 @@ class Catalog:
     def _forget(self, rows: Rows) -> None:
         """Unlink absent rows from their units and recycle them."""
         for row in rows:
-            key, heads = self.keys[row], self._heads[self.part[row]]
-            after, at = self.sibling[row], heads[key]
-            if at == row and after == NONE:
-                del heads[key]
-            elif at == row:
-                heads[key] = after
-                self.first[after] = 1
+            after = self.sibling[row]
+            if self._units.leads(row):
+                self._units.follow(row, after)
             else:
+                at = self.head(self.key(row), self.part[row])
                 while self.sibling[at] != row:
                     at = self.sibling[at]
                 self.sibling[at] = after
-            self.keys[row] = b""
-            self.first[row] = 0
             tier = self.tier[row]
             self.bytes[tier][ABSENT] -= self.allocated[row]
             self.count[tier][ABSENT] -= 1
@@ -331,8 +332,8 @@ class Catalog:
         rows = self._recycled[len(self._recycled) - reused :]
         del self._recycled[len(self._recycled) - reused :]
         new = count - reused
-        rows += range(len(self.keys), len(self.keys) + new)
-        self.keys += [b""] * new
+        rows += range(len(self), len(self) + new)
+        self._units.extend(bytes(KEY_BYTES * new))
         for name, typecode in COLUMNS.items():
             if new:
                 getattr(self, name).extend(array(typecode, bytes(array(typecode).itemsize * new)))

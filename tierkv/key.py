@@ -64,11 +64,12 @@ def chain_keys(
     tails = {
         number: tagged(_extra_fields(extras)) for number, extras in (block_extras or {}).items()
     }
-    new = hashlib.sha256
+    empty = hashlib.sha256().copy  # a copy takes less time than a new one
     keys: list[bytes] = []
     key = root
     for number in range(count):
-        state = new(key)
+        state = empty()
+        state.update(key)
         state.update(data[number * step : (number + 1) * step])
         if tails:
             state.update(tails.get(number, b""))

@@ -9,6 +9,7 @@ store's lock.
 """
 
 import secrets
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,9 +18,10 @@ import msgspec
 from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE
 from tierkv.cost import Recompute, load_seconds
-from tierkv.limits import keys_of, seconds_of
+from tierkv.key import KEY_BYTES
+from tierkv.limits import count_keys, seconds_of
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, Store
+from tierkv.store import HOST_RATES, Numbers, Store
 
 Done = Callable[[MatchReply], None]
 
@@ -32,12 +34,13 @@ class Match:
     owner: int
     call: MatchCall
     namespace: int
-    keys: list[bytes]
+    asked: int
+    """Blocks of the chain."""
     parts: list[int]
     deadline: float
     asked_at: float
     """Clock when it was asked, in seconds."""
-    rows: list[int] = field(default_factory=list)
+    rows: "array[int]" = field(default_factory=lambda: array("i"))
     """RAM placements held, by unit; NONE while a unit is on its way."""
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
@@ -49,6 +52,11 @@ class Match:
     sources: dict[str, int] = field(default_factory=dict)
     """Units held, by the tier they came from."""
     waiters: list[Done] = field(default_factory=list)
+
+    def keys(self, start: int, stop: int) -> list[bytes]:
+        """Return the keys of some of the chain's blocks."""
+        packed, stop = self.call.keys, min(stop, self.asked)
+        return [packed[at * KEY_BYTES :][:KEY_BYTES] for at in range(start, stop)]
 
     @property
     def blocks(self) -> int:
@@ -65,34 +73,34 @@ class Matches:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.open: dict[int, Match] = {}
-        self.transfers: dict[int, tuple[int, list[int]]] = {}
+        self.transfers: dict[int, tuple[int, array[int]]] = {}
         self.arriving: dict[int, list[int]] = {}
         """RAM row on its way -> numbers of the matches that want it."""
         self._next = secrets.randbits(48)
         self._due = 0.0
         """Clock before which nothing is past its deadline."""
-        self.on_pending: Callable[[Match, list[int]], None] = lambda _match, _heads: None
+        self.on_pending: Callable[[Match, Numbers], None] = lambda _match, _heads: None
         """Told of each match that RAM did not answer whole; may stage for it."""
 
     def match(self, owner: int, call: MatchCall) -> MatchReply:
         """Answer from RAM; pending when more may come. Raises: TierKVError (invalid)."""
         store = self._store
         parts = store.parts_of(call.parts)
-        keys = keys_of(call.keys, len(parts))
+        asked = count_keys(call.keys, len(parts))
         namespace = store.namespaces.number(digest_of(call.namespace))
         deadline = store.clock() + seconds_of(call.deadline_s)
-        match = Match(self._next, owner, call, namespace, keys, parts, deadline, store.clock())
+        match = Match(self._next, owner, call, namespace, asked, parts, deadline, store.clock())
         self._next += 1
-        heads = store.heads(keys, parts)
+        heads = store.heads(call.keys, parts)
         match.rows = store.look(heads, call.fidelity, namespace)
         store.totals["matches"] += 1
-        store.totals["asked_blocks"] += len(keys)
+        store.totals["asked_blocks"] += asked
         del match.rows[len(match.rows) // len(parts) * len(parts) :]
         store.catalog.hold(match.rows)
         match.sources["host"] = len(match.rows)
         self.open[match.number] = match
         self._due = min(self._due, deadline)
-        if match.blocks < len(keys) and store.lower:
+        if match.blocks < asked and store.lower:
             self.on_pending(match, heads)
         if not match.pending:
             self.finish(match)
@@ -169,9 +177,8 @@ class Matches:
         call, blocks = match.call, match.blocks
         store = self._store
         rows = [row for row in match.rows if row != NONE] if match.pending else match.rows
-        stored = sum(map(store.catalog.nbytes.__getitem__, rows))
         decode = store.decode_bps(rows)
-        load = load_seconds(stored, blocks * call.raw_bytes, HOST_RATES, decode)
+        load = load_seconds(store.nbytes(rows), blocks * call.raw_bytes, HOST_RATES, decode)
         cost = Recompute(call.linear, call.quadratic)
         return MatchReply(
             match=match.number if blocks or match.pending else 0,
@@ -198,7 +205,7 @@ class Matches:
         del self.open[match.number]
         self.transfers[match.number] = (owner, rows)
         self._enter(match, match.answer, call.blocks)
-        store.totals["served_bytes"] += sum([store.catalog.nbytes[row] for row in rows])
+        store.totals["served_bytes"] += store.nbytes(rows)
         counts, runs = store.runs_of(rows)
         return GetReply(
             transfer=match.number,
@@ -245,7 +252,7 @@ class Matches:
     def _end(self, match: Match) -> None:
         match.awaited.clear()
         self._store.unhold([row for row in match.rows if row != NONE])
-        match.rows = []
+        match.rows = array("i")
         del self.open[match.number]
         for done in match.waiters:
             done(MatchReply(match=0, blocks=0))
@@ -267,4 +274,4 @@ class Matches:
         store, blocks = self._store, match.blocks
         for name, units in match.sources.items():
             store.hits[name] += units // len(match.parts)
-        store.totals["miss_blocks"] += len(match.keys) - blocks
+        store.totals["miss_blocks"] += match.asked - blocks

@@ -11,7 +11,8 @@ from tierkv.catalog import LEAVING, NONE, READY, Unit
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
-from tierkv.limits import keys_of
+from tierkv.key import KEY_BYTES
+from tierkv.limits import count_keys
 from tierkv.namespace import digest_of
 from tierkv.plan import PutPlan
 from tierkv.store import RAM, Store
@@ -53,10 +54,10 @@ class Puts:
         """Plan a put and reserve what it may write. Raises: TierKVError (invalid)."""
         store = self._store
         parts = store.parts_of(call.parts)
-        keys = keys_of(call.keys, len(parts))
-        raw = _raw_bytes(call, len(parts), len(keys))
+        raw = _raw_bytes(call, len(parts), count_keys(call.keys, len(parts)))
         namespace = store.namespaces.number(digest_of(call.namespace))
-        heads = store.heads(keys, parts)
+        found = store.heads(call.keys, parts)
+        heads = found.tolist()
         skipped = call.start * len(parts)
         if not all(self._has(head, 0, namespace) for head in heads[:skipped]):
             refused = len(heads) - skipped
@@ -72,11 +73,11 @@ class Puts:
         store.counters["put_refused_full"] += plan.refused
         if not plan.units:
             store.unhold(before)
-            store.look(heads, call.fidelity, namespace)
+            store.look(found, call.fidelity, namespace)
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
-        rows = self._begin(call, keys, parts, plan, raw)
-        store.look(store.heads(keys, parts), call.fidelity, namespace)
+        rows = self._begin(call, parts, plan, raw)
+        store.look(store.heads(call.keys, parts), call.fidelity, namespace)
         store.check()
         number, self._next = self._next, self._next + 1
         seal = store.settings.verify == "always"
@@ -204,9 +205,7 @@ class Puts:
         free = store.host.space().free
         return planner.plan_put(store.policy, catalog, known, sizes, profile, free, len(raw))
 
-    def _begin(
-        self, call: PutCall, keys: list[bytes], parts: list[int], plan: PutPlan, raw: list[int]
-    ) -> list[int]:
+    def _begin(self, call: PutCall, parts: list[int], plan: PutPlan, raw: list[int]) -> list[int]:
         store, profile = self._store, plan.profile
         namespace = store.namespaces.number(digest_of(call.namespace))
         page = store.host.page_bytes
@@ -218,7 +217,7 @@ class Puts:
             assert locator is not None, "the plan promised room"
             units.append(
                 Unit(
-                    keys[block],
+                    call.keys[block * KEY_BYTES :][:KEY_BYTES],
                     parts[index],
                     profile.number,
                     min(call.fidelity, profile.fidelity),
@@ -253,7 +252,7 @@ class Puts:
             position=catalog.position[row],
             generation=catalog.generation[row],
             fingerprint=held.fingerprint,
-            key=catalog.keys[row],
+            key=catalog.key(row),
             namespace=held.namespace,
             artifact=_NO_ARTIFACT,
             part=catalog.part_of(row),

@@ -1,6 +1,6 @@
 """What a store says about itself, from its counters (`stat.StoreStat`)."""
 
-import itertools
+import numpy as np
 
 from tierkv import __version__
 from tierkv.catalog import LEAVING, NONE, READY, WRITING
@@ -35,14 +35,7 @@ def report(
     now = store.clock()
     queues = write_behind.queues
     oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
-    leased = itertools.chain(
-        *(rows for _, rows in matches.transfers.values()),
-        *(match.rows for match in matches.open.values()),
-    )
-    catalog = store.catalog
-    held = sum(catalog.bytes[RAM][state] for state in (WRITING, LEAVING)) + sum(
-        catalog.allocated[row] for row in set(leased) - {NONE} if catalog.state[row] == READY
-    )
+    held = _held_bytes(store, matches)
     return StoreStat(
         version=__version__,
         epoch=store.host.epoch,
@@ -75,6 +68,18 @@ def report(
         ),
         counters=_counters(store),
     )
+
+
+def _held_bytes(store: Store, matches: Matches) -> int:
+    """Return the bytes of RAM that clients read or write, each once, and those that wait for it."""
+    catalog = store.catalog
+    rows = [held for _, held in matches.transfers.values()]
+    rows += [match.rows for match in matches.open.values()]
+    leased = np.unique(np.concatenate([np.empty(0, np.int32), *rows]))
+    leased = leased[leased != NONE]
+    ready = leased[catalog.column("state")[leased] == READY]
+    moving = sum(catalog.bytes[RAM][state] for state in (WRITING, LEAVING))
+    return moving + int(catalog.column("allocated")[ready].sum())
 
 
 def _tiers(store: Store, held: int, problems: dict[str, str]) -> list[TierStat]:

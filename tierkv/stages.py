@@ -15,7 +15,7 @@ from tierkv.codec import BY_CODEC_ID, RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
-from tierkv.store import RAM, Lower, Store
+from tierkv.store import RAM, Lower, Numbers, Store
 from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
 
 READS_PER_JOB = 4
@@ -45,13 +45,13 @@ class Stages:
         self._learn_at = 0.0
         matches.on_pending = self.consider
 
-    def consider(self, match: Match, heads: list[int]) -> None:
+    def consider(self, match: Match, found: Numbers) -> None:
         """Stage what lies below for a match, or ask a shared tier first."""
-        store = self._store
+        store, heads = self._store, found.tolist()
         reach = self._reach(match, heads)
         shared = next((low for low in store.lower if low.shared is not None), None)
-        ask = shared is not None and reach < len(match.keys) and store.usable(shared)
-        if ask and shared and store.clock() >= self._absent.get(match.keys[reach], 0.0):
+        ask = shared is not None and reach < match.asked and store.usable(shared)
+        if ask and shared and not self._known_absent(match.keys(reach, reach + 1)[0]):
             match.pending = True
             match.eta_s = shared.io.rates.latency_s
             store.executor.submit(shared.reads, partial(self._probe, match, shared, reach))
@@ -63,7 +63,7 @@ class Stages:
         for unit in range(len(match.rows), len(heads)):
             if self._source(match, heads[unit]) == NONE:
                 return unit // len(match.parts)
-        return len(match.keys)
+        return match.asked
 
     def _source(self, match: Match, head: int) -> int:
         """Return the copy a unit comes from: in RAM or on its way there, else the fastest below.
@@ -99,10 +99,10 @@ class Stages:
             generation = store.namespaces.minimum[match.namespace]
         found: list[tuple[FrameId, int]] = []
         at, step = start, FIRST_PROBE
-        while at < len(match.keys):
+        while at < match.asked:
             ids = [
                 FrameId(key, store.catalog.part_at(part), generation)
-                for key in match.keys[at : at + step]
+                for key in match.keys(at, at + step)
                 for part in match.parts
             ]
             sizes = tier.find(ids)
@@ -115,10 +115,10 @@ class Stages:
             step *= PROBE_GROWTH
         with store.lock:
             self._adopt(match, lower, found)
-            if at < len(match.keys):
-                self._remember_absent(match.keys[at])
+            if at < match.asked:
+                self._remember_absent(match.keys(at, at + 1)[0])
             if match.number in self._matches.open and match.answer is None:
-                heads = store.heads(match.keys, match.parts)
+                heads = store.heads(match.call.keys, match.parts).tolist()
                 self._stage(match, heads, self._reach(match, heads))
                 if not match.awaited:
                     self._matches.finish(match)
@@ -147,6 +147,9 @@ class Stages:
             if news and low.shared is None:
                 store.persist(low, low.tier.generations())
 
+    def _known_absent(self, key: bytes) -> bool:
+        return self._store.clock() < self._absent.get(key, 0.0)
+
     def _remember_absent(self, key: bytes) -> None:
         if len(self._absent) >= NEGATIVE_LIMIT:
             self._absent.clear()
@@ -157,7 +160,7 @@ class Stages:
         store, catalog = self._store, self._store.catalog
         for index, (frame_id, size) in enumerate(found):
             part = match.parts[index % len(match.parts)]
-            head = catalog.find([frame_id.key], part)[0]
+            head = catalog.head(frame_id.key, part)
             if catalog.in_tier(head, lower.number) != NONE:
                 continue
             locator = lower.tier.reserve(size)
@@ -223,8 +226,8 @@ class Stages:
         """Wait for units on their way, start reads of the others, hold what is in RAM already."""
         store, catalog, arriving = self._store, self._store.catalog, self._matches.arriving
         first = len(match.rows)
-        match.rows += [NONE] * len(sources)
-        chain: list[int] = match.rows[:first]
+        match.rows.extend([NONE] * len(sources))
+        chain = match.rows[:first].tolist()
         reads: dict[int, list[tuple[int, int]]] = {}
         for unit, source in enumerate(sources, first):
             target = source

@@ -14,8 +14,9 @@ from functools import partial
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 
-from tierkv.catalog import NONE, READY, Catalog, Rows, Unit
+from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
@@ -30,7 +31,6 @@ from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
 
 RAM = 0
-LONG_CHAIN = 64
 MAX_PARTS = 4096
 """Sets of parts that calls may name; models times ranks, with room to spare."""
 READ_FAILURES = 3
@@ -40,6 +40,8 @@ IO_DEADLINE_S = 5.0
 FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
 """What is assumed of a tier until it was used: cautious figures of a small machine."""
 HOST_RATES = Rates(2e-5, 8e9, 8e9)
+
+Numbers = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -136,12 +138,11 @@ class Store:
             lower.off_until = self.clock() + OFF_S
             self.counters[f"off_{lower.name}"] += 1
 
-    def heads(self, keys: Sequence[bytes], parts: Sequence[int]) -> list[int]:
+    def heads(self, keys: bytes, parts: Sequence[int]) -> Numbers:
         """Return the first placement of every unit, block-major."""
         if len(parts) == 1:
             return self.catalog.find(keys, parts[0])
-        columns = [self.catalog.find(keys, part) for part in parts]
-        return [head for block in zip(*columns, strict=True) for head in block]
+        return np.stack([self.catalog.find(keys, part) for part in parts], axis=1).reshape(-1)
 
     def answers(self, row: int, fidelity: int, namespace: int) -> bool:
         """Return whether a placement may answer: namespace, generation, fidelity, a known codec."""
@@ -153,18 +154,18 @@ class Store:
             and catalog.profile[row] > 0
         )
 
-    def look(self, heads: Rows, fidelity: int, namespace: int) -> list[int]:
+    def look(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
         """Note that a whole chain was used, in every tier that holds any of it.
 
         Returns: the RAM placements that may answer, from the head to the first gap.
         """
-        if len(heads) >= LONG_CHAIN:
+        if len(heads) >= MANY:
             return self._look_far(heads, fidelity, namespace)
         catalog, tier, state = self.catalog, self.catalog.tier, self.catalog.state
         every: list[int] = []
-        ready: list[int] = []
+        ready = array("i")
         gap = False
-        for head in heads:
+        for head in heads.tolist():
             found = NONE
             for row in catalog.copies(head):
                 every.append(row)
@@ -177,26 +178,24 @@ class Store:
         self.policy.touched(catalog, every)
         return ready
 
-    def _look_far(self, heads: Rows, fidelity: int, namespace: int) -> list[int]:
+    def _look_far(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
         """As `look`, with fewer steps for each block and more for each call."""
         column = self.catalog.column
         tier, state, sibling = column("tier"), column("state"), column("sibling")
-        at = np.array(heads, np.int32)
-        found = np.full(len(at), NONE, np.int32)
+        at, found = heads, np.full(len(heads), NONE, np.int32)
         levels = []
         while (known := at != NONE).any():
             levels.append(at)
             np.copyto(found, at, where=known & (tier[at] == RAM))
             at = np.where(known, sibling[at], np.int32(NONE))
         if not levels:
-            return []
+            return array("i")
         may = (found != NONE) & (state[found] == READY) & (column("profile")[found] > 0)
         may &= (column("fidelity")[found] >= fidelity) & (column("namespace")[found] == namespace)
         may &= column("generation")[found] >= self.namespaces.minimum[namespace]
         every = np.stack(levels, axis=1).reshape(-1)
-        self.policy.touched(self.catalog, every[every != NONE].tolist())
-        ready: list[int] = found[: len(may) if may.all() else int(may.argmin())].tolist()
-        return ready
+        self.policy.touched(self.catalog, array("i", every[every != NONE].tobytes()))
+        return array("i", found[: len(may) if may.all() else int(may.argmin())].tobytes())
 
     def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
         """Return a unit's ready placement in a tier that may answer, NONE where there is none."""
@@ -274,7 +273,7 @@ class Store:
 
     def _placed(self, tier: int, name: FrameId) -> bool:
         catalog = self.catalog
-        row = catalog.in_tier(catalog.find([name.key], catalog.part_number(name.part))[0], tier)
+        row = catalog.in_tier(catalog.head(name.key, catalog.part_number(name.part)), tier)
         return row != NONE and catalog.generation[row] == name.generation
 
     def _free(self, rows: Rows) -> None:
@@ -287,7 +286,7 @@ class Store:
     def frame_id(self, row: int) -> FrameId:
         """Return the name of a placement's frame."""
         catalog = self.catalog
-        return FrameId(catalog.keys[row], catalog.part_of(row), catalog.generation[row])
+        return FrameId(catalog.key(row), catalog.part_of(row), catalog.generation[row])
 
     def copy_of(self, row: int, tier: int, locator: int) -> int:
         """Begin a placement in another tier that says the same as one that is there."""
@@ -295,7 +294,7 @@ class Store:
         place = self.lower[tier - 1].tier if tier else self.host
         nbytes = catalog.nbytes[row]
         unit = Unit(
-            catalog.keys[row], catalog.part[row], catalog.profile[row], catalog.fidelity[row],
+            catalog.key(row), catalog.part[row], catalog.profile[row], catalog.fidelity[row],
             catalog.flags[row], nbytes, -(-nbytes // place.granule) * place.granule, locator,
             catalog.namespace[row], catalog.generation[row], catalog.position[row],
         )  # fmt: skip
@@ -303,8 +302,17 @@ class Store:
 
     def decode_bps(self, rows: Rows) -> float:
         """Return the raw bytes per second of the slowest profile among rows."""
-        numbers = set(map(self.catalog.profile.__getitem__, rows)) & BY_NUMBER.keys()
+        if not rows:
+            return float("inf")
+        profiles = self.catalog.column("profile")[np.asarray(rows, np.int32)]
+        numbers = set(profiles.tobytes()) & BY_NUMBER.keys()
         return min((BY_NUMBER[number].decode_bps for number in numbers), default=float("inf"))
+
+    def nbytes(self, rows: Rows) -> int:
+        """Return the bytes of the frames of placements."""
+        if not rows:
+            return 0
+        return int(self.catalog.column("nbytes")[np.asarray(rows, np.int32)].sum(dtype=np.int64))
 
     def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
         """Return run counts (uint16) and byte runs (int64 pairs) of RAM placements."""

@@ -15,7 +15,7 @@ from functools import partial
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
-from tierkv.limits import keys_of, seconds_of
+from tierkv.limits import count_keys, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
 from tierkv.store import RAM, Lower, Store
@@ -83,7 +83,12 @@ class WriteBehind:
         """
         store, catalog = self._store, self._store.catalog
         parts = store.parts_of(call.parts)
-        heads = partial(store.heads, keys_of(call.keys, len(parts)), parts)
+        count_keys(call.keys, len(parts))
+
+        def heads() -> list[int]:
+            found: list[int] = store.heads(call.keys, parts).tolist()
+            return found
+
         namespace = store.namespaces.number(digest_of(call.namespace))
         flush = _Flush(heads, namespace, store.clock() + seconds_of(call.deadline_s), done)
         queued = {entry[:2] for queue in self.queues for entry in queue.waiting}
@@ -167,7 +172,7 @@ class WriteBehind:
     def _there(self, row: int, tier: int) -> bool:
         """Return whether a copy like the one in `row` is in a tier; a poorer one makes way."""
         store, catalog = self._store, self._store.catalog
-        head = catalog.find([catalog.keys[row]], catalog.part[row])[0]
+        head = catalog.head(catalog.key(row), catalog.part[row])
         copy = catalog.in_tier(head, tier)
         if copy == NONE:
             return False

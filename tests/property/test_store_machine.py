@@ -25,10 +25,11 @@ from tests.memory_tier import Medium, MemoryTier
 from tests.property.store_model import Model, OpenMatch, OpenPut, OpenTransfer, Unit
 from tests.stores import BLOCK, ONE, PAGE, TWO, Rig, chain, fill, packed, pattern
 from tierkv import calls
+from tierkv.catalog import MANY
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.store import LONG_CHAIN
 from tierkv.tier import DurableTier, Item, Outcome, Status
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
+from tierkv.units import FEW
 
 PAGES = 12
 SPACES = st.sampled_from(["one", "one", "one", "two"])
@@ -385,9 +386,11 @@ def unit_of(keys: list[bytes], parts: Parts, unit: int) -> Unit:
     return keys[unit // len(parts)], parts[unit % len(parts)].pack()
 
 
-@pytest.mark.parametrize("long_chain", [1, LONG_CHAIN], ids=["far", "near"])
-def test_a_store_over_a_dict(monkeypatch: pytest.MonkeyPatch, long_chain: int) -> None:
-    monkeypatch.setattr("tierkv.store.LONG_CHAIN", long_chain)
+@pytest.mark.parametrize(("many", "few"), [(1, 1), (MANY, FEW)], ids=["far", "near"])
+def test_a_store_over_a_dict(monkeypatch: pytest.MonkeyPatch, many: int, few: int) -> None:
+    monkeypatch.setattr("tierkv.store.MANY", many)
+    monkeypatch.setattr("tierkv.catalog.MANY", many)
+    monkeypatch.setattr("tierkv.units.FEW", few)
     run_state_machine_as_test(
         StoreMachine, settings=settings(max_examples=120, stateful_step_count=40)
     )

@@ -306,7 +306,7 @@ def test_frames_in_many_runs_are_read_in_order() -> None:
         assert side.put(chain(session, 1)) == 1
     for session in range(0, 16, 2):
         store = side.rig.store._store
-        store.drop([store.catalog.in_tier(store.catalog.find(chain(session, 1), 0)[0], 0)])
+        store.drop([store.catalog.in_tier(store.catalog.head(chain(session, 1)[0], 0), 0)])
     raw = 5 * PAGE
     held = side.client.put(side.rig.put_call(chain(50, 1), raw=raw))
     assert held is not None

@@ -207,7 +207,7 @@ def test_r17_a_stage_keeps_what_ram_has_of_its_own_chain() -> None:
     rig.put(keys, b"old")
     rig.inline.drain()
     catalog = rig.store._store.catalog
-    head = catalog.in_tier(catalog.find(keys[:1], 0)[0], 0)
+    head = catalog.in_tier(catalog.head(keys[0], 0), 0)
     rig.store._store.drop([head])
     rig.put(chain(2, 2), b"other")
     rig.inline.drain()
@@ -218,7 +218,7 @@ def test_r17_a_stage_keeps_what_ram_has_of_its_own_chain() -> None:
 def ram_blocks(rig: Rig, keys: list[bytes]) -> list[bool]:
     """Return which blocks RAM holds."""
     catalog = rig.store._store.catalog
-    return [catalog.in_tier(head, 0) != -1 for head in catalog.find(keys, 0)]
+    return [catalog.in_tier(head, 0) != -1 for head in catalog.find(b"".join(keys), 0).tolist()]
 
 
 def is_prefix(held: list[bool]) -> bool:
@@ -327,6 +327,6 @@ def test_r24_what_a_start_finds_loses_its_tail_first(parts: tuple[Part, ...]) ->
     assert len(order) == 12 * len(parts)
     for session in 1, 2:
         keys = chain(session, 6)
-        found = [store.catalog.keys[row] for row in order]
+        found = [store.catalog.key(row) for row in order]
         places = [keys.index(key) for key in found if key in keys]
         assert places == sorted(places, reverse=True)

@@ -31,7 +31,7 @@ class _Queue:
         """Drop stale entries when the queue has doubled since the last time."""
         if len(self.rows) < self.limit:
             return
-        rows, stamps = np.array(self.rows, np.int32), np.array(self.stamps, np.int64)
+        rows, stamps = np.frombuffer(self.rows, np.int32), np.frombuffer(self.stamps, np.int64)
         fresh = np.frombuffer(stamp, np.int64)[rows] == stamps
         self.rows = array("i", rows[fresh].tobytes())
         self.stamps = array("q", stamps[fresh].tobytes())
@@ -68,7 +68,7 @@ class Lru:
 
     def _touched_many(self, view: Catalog, rows: Rows) -> None:
         """As `touched`, with fewer steps for each row and more for each call."""
-        tailwards = np.array(rows, np.int32)[::-1]
+        tailwards = np.asarray(rows, np.int32)[::-1]
         stamps = np.arange(self._next, self._next + len(rows), dtype=np.int64)
         np.frombuffer(self._stamp, np.int64)[tailwards] = stamps
         tiers = view.column("tier")[tailwards]

@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 
 from tierkv.cache import TierKV
-from tierkv.catalog import LEAVING, NONE, READY, WRITING
+from tierkv.catalog import ABSENT, LEAVING, NONE, READY, WRITING
 from tierkv.namespace import digest_of
 from tierkv.simulation.media import Name
 from tierkv.store import RAM
@@ -20,11 +20,11 @@ class Sidecar(TierKV):
         assert store.broken == "", store.broken
         placed: Counter[tuple[int, int]] = Counter()
         names: set[tuple[int, bytes, int]] = set()
-        used = [row for row, key in enumerate(catalog.keys) if key]
+        used = [row for row, state in enumerate(catalog.state) if state != ABSENT]
         for row in used:
             place = (int(catalog.tier[row]), int(catalog.state[row]))
             placed[place] += int(catalog.allocated[row])
-            name = (place[0], catalog.keys[row], int(catalog.part[row]))
+            name = (place[0], catalog.key(row), int(catalog.part[row]))
             assert name not in names, "one unit stands twice in a tier"
             names.add(name)
             assert place[1] in (READY, LEAVING) or not catalog.holds[row], (
@@ -59,8 +59,8 @@ class Sidecar(TierKV):
         assert not matches.arriving, "something is still on its way"
         assert not self._puts.open, "a reservation is left"
         assert self._write_behind.idle(), "writes are left"
-        for row, key in enumerate(catalog.keys):
-            assert not key or catalog.state[row] == READY, "a placement is left half made"
+        for row, state in enumerate(catalog.state):
+            assert state in (ABSENT, READY), "a placement is left half made"
             assert not catalog.holds[row], "a hold is left"
 
     def generation(self, namespace: str) -> int:
@@ -70,7 +70,7 @@ class Sidecar(TierKV):
     def lists(self, tier: str, name: Name) -> bool:
         """Return whether the catalog has a ready copy in a tier."""
         catalog = self._store.catalog
-        head = catalog.find([name[0]], catalog.part_number(name[1]))[0]
+        head = catalog.head(name[0], catalog.part_number(name[1]))
         number = catalog.tiers.index(tier)
         while head != NONE:
             if catalog.tier[head] == number and catalog.state[head] == READY:
@@ -89,11 +89,11 @@ class Sidecar(TierKV):
         catalog = self._store.catalog
         rows = sorted(
             (
-                key, catalog.part_of(row), int(catalog.tier[row]), int(catalog.state[row]),
+                catalog.key(row), catalog.part_of(row), int(catalog.tier[row]), int(state),
                 int(catalog.nbytes[row]), int(catalog.locator[row]), int(catalog.generation[row]),
             )
-            for row, key in enumerate(catalog.keys)
-            if key
+            for row, state in enumerate(catalog.state)
+            if state != ABSENT
         )  # fmt: skip
         text = repr((rows, sorted(self.counters().items())))
         return hashlib.sha256(text.encode()).digest()
