@@ -24,9 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -213,39 +211,21 @@ def wait_listening(path: Path, process: "subprocess.Popen[bytes]") -> None:
 
 @contextlib.contextmanager
 def load(path: Path, port: int) -> Iterator[None]:
-    """Put blocks from another process and scrape /metrics from a thread until the end."""
-    done = threading.Event()
-    scrapes: list[int] = []
-
-    def scrape() -> None:
-        while not done.wait(SCRAPE_PAUSE_S):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                scrapes.append(len(answer.read()))
-
-    command = [
-        sys.executable,
-        "-m",
-        "bench.load",
-        str(path),
-        str(LOAD_PUT_BYTES),
-        str(LOAD_PAUSE_S),
-    ]
-    putting = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert putting.stdin is not None
-    assert putting.stdout is not None
-    assert putting.stdout.readline().strip() == b"ready"
-    thread = threading.Thread(target=scrape)
-    thread.start()
+    """Put blocks and scrape /metrics from another process until the end."""
+    figures = [path, LOAD_PUT_BYTES, LOAD_PAUSE_S, port, SCRAPE_PAUSE_S]
+    command = [sys.executable, "-m", "bench.load", *map(str, figures)]
+    loading = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert loading.stdin is not None
+    assert loading.stdout is not None
+    assert loading.stdout.readline().strip() == b"ready"
     try:
         time.sleep(1.0)
         yield
     finally:
-        done.set()
-        thread.join()
-        putting.stdin.close()
-        put = int(putting.stdout.readline() or 0)
-        putting.wait(30)
-        print(f"load: {put >> 20} MiB put, {len(scrapes)} scrapes", file=sys.stderr)
+        loading.stdin.close()
+        put, scrapes = map(int, (loading.stdout.readline() or b"0 0").split())
+        loading.wait(30)
+        print(f"load: {put >> 20} MiB put, {scrapes} scrapes", file=sys.stderr)
         assert put, "the load did nothing"
         assert scrapes, "nothing was scraped"
 
