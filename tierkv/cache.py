@@ -9,6 +9,7 @@ Every method takes the lock for microseconds; I/O happens on the executor's lane
 import ctypes
 import itertools
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -303,7 +304,7 @@ class TierKV:
             found, numbers = found[order], numbers[order]
         rows = self._adopt(low, found, numbers)
         order = np.lexsort((-found["locator"], found["position"]))  # heads before tails
-        store.policy.touched(store.catalog, rows[order].tolist())
+        store.policy.touched(store.catalog, array("i", rows[order].tobytes()))
         store.totals["recovered"] += len(found)
 
     def _adopt(

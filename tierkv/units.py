@@ -28,6 +28,8 @@ _WORDS = struct.Struct("<4Q")
 _64 = (1 << 64) - 1
 
 Words = npt.NDArray[np.uint64]
+Parts = npt.NDArray[np.int16]
+Places = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 
 
@@ -74,11 +76,14 @@ class Units:
         """Return the first row of each unit, NONE where the unit is not known."""
         count = len(keys) // KEY_BYTES
         rows = np.full(count, NONE, np.int32)
+        if not self._count:
+            return rows
         start, run = self._run(keys, part) if count >= FEW else (NONE, 0)
         rows[:run] = np.arange(start, start + run)
         if count - run >= FEW:
             words = np.frombuffer(keys, np.uint64, offset=run * KEY_BYTES).reshape(-1, 4)
-            rows[run:] = self._find_many(words, np.full(len(words), part, np.int16))
+            parts = np.full(len(words), part, np.int16)
+            rows[run:] = self._find_many(words, parts, self._homes(words, parts))
         else:
             for number in range(run, count):
                 rows[number] = self.first(keys[number * KEY_BYTES :][:KEY_BYTES], part)
@@ -89,10 +94,11 @@ class Units:
         self._grow(len(rows))
         if len(rows) < FEW:
             return np.array([self._lead_one(row) for row in rows.tolist()], np.int32)
-        words, parts = self._columns()
-        before = self._find_many(words[rows], parts[rows])
+        words, parts = self._named(rows)
+        homes = self._homes(words, parts)
+        before = self._find_many(words, parts, homes) if self._count else np.full_like(rows, NONE)
         fresh = before == NONE
-        self._enter(rows[fresh])
+        self._enter(rows[fresh], homes[fresh])
         np.frombuffer(self._first, np.uint8)[rows[fresh]] = 1
         self._count += int(fresh.sum())
         for row in rows[~fresh].tolist():
@@ -131,7 +137,7 @@ class Units:
         mixed: int = a * m[0] + b * m[1] + c * m[2] + d * m[3] + part * m[4]
         return (mixed & _64) >> self._shift
 
-    def _homes(self, words: Words, parts: npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
+    def _homes(self, words: Words, parts: Parts) -> Places:
         mixed = words @ self._words_mix + parts.astype(np.uint64) * np.uint64(self._mix[4])
         return (mixed >> np.uint64(self._shift)).view(np.int64)
 
@@ -158,13 +164,11 @@ class Units:
         here &= parts[row : row + count] == part
         return row, count if here.all() else int(here.argmin())
 
-    def _find_many(self, words: Words, parts: npt.NDArray[np.int16]) -> Numbers:
-        if not self._count:
-            return np.full(len(words), NONE, np.int32)
+    def _find_many(self, words: Words, parts: Parts, at: Places) -> Numbers:
+        """As `first` for many: `at` is where each has its slot at the earliest."""
         slots, mask = np.frombuffer(self._slots, np.int32), len(self._slots) - 1
         known, known_parts = self._columns()
-        at = self._homes(words, parts)
-        rows = slots[at]
+        at, rows = at.copy(), slots[at]
         left = np.flatnonzero((rows != NONE) & (known[rows, 0] != words[:, 0]))
         while len(left) >= FEW:
             at[left] = (at[left] + 1) & mask
@@ -178,11 +182,9 @@ class Units:
             rows[number] = self.first(words[number].tobytes(), int(parts[number]))
         return rows
 
-    def _enter(self, rows: Numbers) -> None:
+    def _enter(self, rows: Numbers, at: Places) -> None:
         """Give units that are not known a slot each."""
         slots, mask = np.frombuffer(self._slots, np.int32), len(self._slots) - 1
-        words, parts = self._columns()
-        at = self._homes(words[rows], parts[rows])
         while len(rows):
             free = slots[at] == NONE
             slots[at[free]] = rows[free]
@@ -206,13 +208,17 @@ class Units:
         bits = (2 * (self._count + more) - 1).bit_length()
         if 1 << bits > len(self._slots):
             self._clear(bits)
-            first = np.frombuffer(self._first, np.bool_)
-            self._enter(np.flatnonzero(first).astype(np.int32))
+            rows = np.flatnonzero(np.frombuffer(self._first, np.bool_)).astype(np.int32)
+            self._enter(rows, self._homes(*self._named(rows)))
 
     def _clear(self, bits: int) -> None:
         self._slots = array("i", [NONE]) * (1 << bits)
         self._shift = 64 - bits
 
-    def _columns(self) -> tuple[Words, npt.NDArray[np.int16]]:
+    def _named(self, rows: Numbers) -> tuple[Words, Parts]:
+        words, parts = self._columns()
+        return words[rows], parts[rows]
+
+    def _columns(self) -> tuple[Words, Parts]:
         words = np.frombuffer(self._keys, np.uint64).reshape(-1, 4)
         return words, np.frombuffer(self._part, np.int16)

@@ -249,7 +249,7 @@ class _Pile:
         stop = self._used + rows.nbytes
         if stop > len(self._room):
             self._room.resize(2 * stop)
-        self._room[self._used : stop] = rows.tobytes()
+        self._room[self._used : stop] = rows.view(np.uint8).data
         self._used = stop
 
     def rows(self) -> npt.NDArray[np.void]:
@@ -286,9 +286,9 @@ def _sound(blocks: Blocks, number: int, position: int) -> npt.NDArray[np.bool_]:
         & (head["position"] == here)
         & (head["count"] <= ROWS)
     )
-    digest = xxhash.xxh3_64_intdigest
-    for at in np.flatnonzero(sound):
-        sound[at] = digest(blocks[at].tobytes()[8:]) == int(head["checksum"][at])
+    digest, checksums = xxhash.xxh3_64_intdigest, head["checksum"].tolist()
+    for at in np.flatnonzero(sound).tolist():
+        sound[at] = digest(blocks[at : at + 1].view(np.uint8)[8:].data) == checksums[at]
     return sound
 
 
@@ -353,11 +353,15 @@ def _newest(
     """Return the rows without those of whose name there is one in a younger region, or later."""
     words = rows.view(_WORDS)
     name = words["key"] ^ (words["part"] * _MIX[0]) ^ (words["part_end"] * _MIX[1])
-    order = np.argsort(name)
-    same = np.flatnonzero(name[order][1:] == name[order][:-1])
+    # The lower bits make way for the row's number: a plain sort takes a third of an argsort's time.
+    bits = np.uint64(len(rows).bit_length())
+    numbers = np.arange(len(rows), dtype=np.uint64)
+    name = np.sort(name >> bits << bits | numbers)
+    same = np.flatnonzero(name[1:] >> bits == name[:-1] >> bits)
     if not len(same):
         return rows
-    suspects = np.unique(order[np.concatenate([same, same + 1])])
+    alike = np.concatenate([name[same], name[same + 1]]) & ((np.uint64(1) << bits) - np.uint64(1))
+    suspects = np.unique(alike).astype(np.int64)
     ages = np.zeros(regions.count, "<u8")
     for life in lives:
         ages[life.number] = life.sequence
