@@ -55,8 +55,8 @@ class Match:
 
     def keys(self, start: int, stop: int) -> list[bytes]:
         """Return the keys of some of the chain's blocks."""
-        packed, stop = self.call.keys, min(stop, self.asked)
-        return [packed[at * KEY_BYTES :][:KEY_BYTES] for at in range(start, stop)]
+        packed, end = self.call.keys, min(stop, self.asked) * KEY_BYTES
+        return [packed[at : at + KEY_BYTES] for at in range(start * KEY_BYTES, end, KEY_BYTES)]
 
     @property
     def blocks(self) -> int:

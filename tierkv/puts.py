@@ -217,7 +217,7 @@ class Puts:
             assert locator is not None, "the plan promised room"
             units.append(
                 Unit(
-                    call.keys[block * KEY_BYTES :][:KEY_BYTES],
+                    call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES],
                     parts[index],
                     profile.number,
                     min(call.fidelity, profile.fidelity),

@@ -259,7 +259,8 @@ class Stages:
         store, catalog = self._store, self._store.catalog
         locator = store.host.reserve(catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
-        poor = catalog.in_tier(catalog.find([catalog.keys[source]], catalog.part[source])[0], RAM)
+        head = catalog.head(catalog.key(source), catalog.part[source])
+        poor = catalog.in_tier(head, RAM)
         if poor != NONE:
             store.drop([poor])
         catalog.hold([source])

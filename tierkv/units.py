@@ -86,7 +86,8 @@ class Units:
             rows[run:] = self._find_many(words, parts, self._homes(words, parts))
         else:
             for number in range(run, count):
-                rows[number] = self.first(keys[number * KEY_BYTES :][:KEY_BYTES], part)
+                at = number * KEY_BYTES
+                rows[number] = self.first(keys[at : at + KEY_BYTES], part)
         return rows
 
     def lead(self, rows: Numbers) -> Numbers:
