@@ -25,6 +25,7 @@ from tierkv.clock import Clock
 from tierkv.codec import BY_CODEC_ID
 from tierkv.executor import Executor, Threads
 from tierkv.health import Health, lane
+from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part

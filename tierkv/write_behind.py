@@ -10,7 +10,6 @@ are done.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
