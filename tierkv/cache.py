@@ -90,7 +90,8 @@ class TierKV:
         if settings.redis is not None:
             lower.append(RedisTier(settings.redis))
         for tier in lower:
-            lanes |= {f"{tier.name}-read": READ_THREADS, f"{tier.name}-write": 1, lane(tier): 1}
+            lanes |= {f"{tier.name}-read": READ_THREADS, lane(tier): 1}
+            lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
         host = HostTier(settings.host)
         executor = Threads(lanes)
         store = cls(host, lower, executor=executor, settings=settings.store)

@@ -74,6 +74,11 @@ class Lower:
         return f"{self.name}-write"
 
     @property
+    def seals(self) -> str:
+        """Lane that makes checksums ahead of the writes."""
+        return f"{self.name}-seal"
+
+    @property
     def shared(self) -> SharedTier | None:
         """The tier when other sidecars use it too."""
         return self.tier if isinstance(self.tier, SharedTier) else None

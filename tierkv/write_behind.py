@@ -1,7 +1,8 @@
 """Write-behind: RAM copies on their way to the lower tiers, at lowest priority.
 
 Each lower tier has a queue of placements, bounded in bytes; what does not fit is dropped and
-counted. The tier's one write thread takes the queue's head in batches, so writes reach the medium
+counted. Batches are taken off the queue's head and go through two lanes of one thread each: one
+makes the checksums of a batch while the other writes the batch before, so writes reach the medium
 in order. Nothing is written twice: a unit that has a copy there, or is on its way, is passed over.
 Nothing polls: a job runs because something was offered, or because the reads that it made way for
 are done.
@@ -10,6 +11,8 @@ are done.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
@@ -27,6 +30,14 @@ STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
 
 
+class _Batch(NamedTuple):
+    """RAM copies, the placements they become, and what a tier needs to know to write them."""
+
+    sources: list[int]
+    copies: list[int]
+    items: list[Item]
+
+
 @dataclass(slots=True)
 class _Queue:
     lower: Lower
@@ -34,10 +45,20 @@ class _Queue:
     """(row, serial, bytes, time offered)"""
     nbytes: int = 0
     running: bool = False
+    """Whether a job is in the write lane."""
+    sealing: bool = False
+    """Whether a job is in the seal lane."""
+    sealed: _Batch | None = None
+    """The next batch to write."""
     written_at: float = float("-inf")
-    """Clock when the last batch began."""
+    """Clock when the last batch began to be written."""
     batch: int = 0
-    """Frames that are being written now."""
+    """Frames that were taken off and are not written yet."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is under way."""
+        return not (self.waiting or self.running or self.sealing or self.sealed)
 
 
 @dataclass(slots=True)
@@ -105,7 +126,7 @@ class WriteBehind:
 
     def idle(self) -> bool:
         """Return whether nothing waits and nothing is being written."""
-        return not any(queue.waiting or queue.running for queue in self.queues)
+        return all(queue.idle for queue in self.queues)
 
     def clear(self) -> None:
         """Forget everything that waits."""
@@ -121,29 +142,44 @@ class WriteBehind:
         """Write the next batch, unless somebody waits for a read: then at most every STARVED_S."""
         now = self._store.clock()
         turn = not queue.lower.reading or now - queue.written_at >= STARVED_S
-        if queue.waiting and not queue.running and turn:
+        work = queue.sealed or (queue.waiting and not queue.sealing)
+        if work and not queue.running and turn:
             queue.running = True
-            queue.written_at = now
-            self._store.executor.submit(queue.lower.writes, lambda: self._run(queue))
+            self._store.executor.submit(queue.lower.writes, partial(self._run, queue))
 
     def _run(self, queue: _Queue) -> None:
-        """Write one batch; a job of the tier's write thread."""
+        """Let the next batch be sealed and write the one that is; a job of the write lane."""
         store, lower = self._store, queue.lower
         if lower.regions is not None:
             self._reclaim(lower, lower.regions)
         with store.lock:
-            sources, copies = self._begin(queue)
-            items = [self._item(row, source) for row, source in zip(copies, sources, strict=True)]
-            queue.batch = len(items)
-        outcomes = lower.io.write(items) if items else []
+            batch, queue.sealed = queue.sealed, None
+            if queue.waiting and not queue.sealing:
+                ahead = self._begin(queue)
+                queue.sealing = True
+                queue.batch += len(ahead.items)
+                store.executor.submit(lower.seals, partial(self._seal, queue, ahead))
+            if batch is not None:
+                queue.written_at = store.clock()
+        outcomes = lower.io.write(batch.items) if batch is not None and batch.items else []
         with store.lock:
-            self._finish(sources, copies, outcomes)
-            queue.running, queue.batch = False, 0
+            if batch is not None:
+                self._finish(batch.sources, batch.copies, outcomes)
+                queue.batch -= len(batch.items)
+            queue.running = False
             self._start(queue)
             self._settle_flushes()
             store.check()
 
-    def _begin(self, queue: _Queue) -> tuple[list[int], list[int]]:
+    def _seal(self, queue: _Queue, batch: _Batch) -> None:
+        """Make a batch's checksums; a job of the seal lane."""
+        queue.lower.io.seal(batch.items)
+        with self._store.lock:
+            queue.sealing = False
+            queue.sealed = batch
+            self._start(queue)
+
+    def _begin(self, queue: _Queue) -> _Batch:
         """Take a batch off the queue, hold its RAM copies and mark the new ones `writing`."""
         store, catalog = self._store, self._store.catalog
         sources: list[int] = []
@@ -166,7 +202,8 @@ class WriteBehind:
             sources.append(row)
             copies.append(copy)
             size += nbytes
-        return sources, copies
+        items = [self._item(row, source) for row, source in zip(copies, sources, strict=True)]
+        return _Batch(sources, copies, items)
 
     def _there(self, row: int, tier: int) -> bool:
         """Return whether a copy like the one in `row` is in a tier; a poorer one makes way."""

@@ -64,7 +64,14 @@ class Once(Answer):
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     tier = Hanging()
-    lanes = {"control": 2, "grow": 1, "nvme-read": 1, "nvme-write": 1, "host-probe": 1}
+    lanes = {
+        "control": 2,
+        "grow": 1,
+        "nvme-read": 1,
+        "nvme-seal": 1,
+        "nvme-write": 1,
+        "host-probe": 1,
+    }
     made = Rig(16, [tier], executor=Threads({**lanes, lane(tier): 1}), clock=Wall())
     yield made
     tier.go.set()

@@ -72,6 +72,22 @@ def test_a_stop_writes_first_what_was_used_last() -> None:
     assert written == set(sessions[0][:BATCH_FRAMES]), "a chain is worth nothing without its head"
 
 
+def test_the_next_batch_is_sealed_while_one_is_written() -> None:
+    medium, executor = Medium(), Inline()
+    tier = MemoryTier(medium)
+    rig = Rig(pages=128, lower=[tier], executor=executor)
+    keys = chain(1, 2 * BATCH_FRAMES)
+    rig.put(keys, raw=PAGE // 2)
+    while not medium.frames:
+        assert executor.step()
+    assert len(medium.frames) == BATCH_FRAMES
+    assert "nvme-seal" in {lane for lane, _ in executor.jobs}, "it was begun before the write"
+    executor.drain()
+    headers = [frame.parse(data[: frame.MAX_HEADER_BYTES]) for data in medium.frames.values()]
+    assert len(headers) == len(keys)
+    assert all(isinstance(header, frame.Header) and header.checksums for header in headers)
+
+
 @pytest.mark.parametrize(("asked", "warned"), [(False, 1), (True, 0)])
 def test_r01_much_stored_and_nothing_found_again_is_said_once(
     caplog: pytest.LogCaptureFixture, *, asked: bool, warned: int

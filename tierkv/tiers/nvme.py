@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -251,21 +252,30 @@ class NvmeTier:
             if isinstance(admitted, bytes):
                 rows[number] = admitted
             outcomes.append(DONE if isinstance(admitted, bytes) else admitted)
-        written: dict[int, list[int]] = {}
-        for run in _runs(items, list(rows)):
-            region = self._regions.number_of(items[run[0]].locator)
-            assert region is not None
-            failures = self._write_run(items, run, region)
-            for number in run:
-                if number in failures:
-                    outcomes[number] = failures[number]
-                else:
-                    written.setdefault(region, []).append(number)
-        for region, numbers in written.items():
-            outcome = self._write_rows(region, [rows[number] for number in numbers])
-            for number in numbers:
-                outcomes[number] = outcome
+        # The rows of a region follow its frames at once: to come back to a region's index after
+        # another one was begun costs a read.
+        for region, runs in groupby(_runs(items, list(rows)), self._region_of(items)):
+            written: list[int] = []
+            for run in runs:
+                failures = self._write_run(items, run, region)
+                for number in run:
+                    outcomes[number] = failures.get(number, DONE)
+                written += [number for number in run if number not in failures]
+            if written:
+                outcome = self._write_rows(region, [rows[number] for number in written])
+                for number in written:
+                    outcomes[number] = outcome
         return outcomes
+
+    def _region_of(self, items: Sequence[Item]) -> Callable[[list[int]], int]:
+        """Return what tells a run's region."""
+
+        def region_of(run: list[int]) -> int:
+            number = self._regions.number_of(items[run[0]].locator)
+            assert number is not None
+            return number
+
+        return region_of
 
     def _admit(self, item: Item) -> bytes | Outcome:
         """Return the index row of an item that may be written, or why it may not."""

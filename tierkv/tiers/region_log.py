@@ -76,6 +76,7 @@ class RegionLog:
                 self._note = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
                 self._write_note()
                 self._tail = _open_tail(self._tail_path)
+                self._opened = os.fstat(self._fd), os.fstat(self._tail)
                 self.region_bytes = self._read_superblock()
                 if direct:
                     self._open_direct()
@@ -209,13 +210,11 @@ class RegionLog:
     def fault(self) -> str:
         """Return why what is written now would not be found at the next start, or ""."""
         try:
-            there = self.path.stat()
-            same = os.path.samestat(there, os.fstat(self._fd)) and os.path.samestat(
-                self._tail_path.stat(), os.fstat(self._tail)
-            )
+            there, tail = self.path.stat(), self._tail_path.stat()
         except OSError as error:
             return f"{error.filename or self.path}: {error.strerror}"
-        if not same:
+        opened, opened_tail = self._opened
+        if not (os.path.samestat(there, opened) and os.path.samestat(tail, opened_tail)):
             return f"{self.path} or its tail was replaced by another file"
         if there.st_size < self.size:
             return f"{self.path} was cut to {there.st_size} of {self.size} bytes"
