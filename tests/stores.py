@@ -16,6 +16,7 @@ from tierkv import calls, frame
 from tierkv.cache import TierKV
 from tierkv.client import Reservation, Transfer
 from tierkv.executor import Executor, Inline
+from tierkv.key import KEY_BYTES
 from tierkv.part import Part
 from tierkv.policies.lru import Lru
 from tierkv.settings import StoreSettings
@@ -141,6 +142,18 @@ class Rig:
         """Open a transfer of a final match, None when it is a miss."""
         get = calls.GetCall(match=reply.match, blocks=blocks or reply.blocks)
         answer = self.store.get(owner, get)
+        if not answer.transfer:
+            return None
+        frames = self.frames(answer.run_counts, answer.runs)
+        return Transfer(Direct(self.store, owner), answer, call, frames)
+
+    def claim(
+        self, match: int, start: int, call: calls.MatchCall, *, owner: int
+    ) -> Transfer | None:
+        """Open a transfer of the call's units of somebody's final match, None when it is a miss."""
+        blocks = len(call.keys) // KEY_BYTES
+        wanted = calls.ClaimCall(match=match, start=start, blocks=blocks, parts=call.parts)
+        answer = self.store.claim(owner, wanted)
         if not answer.transfer:
             return None
         frames = self.frames(answer.run_counts, answer.runs)

@@ -136,6 +136,13 @@ class TierKV:
                 return calls.GetReply(transfer=0)
             return self._matches.get(owner, call)
 
+    def claim(self, owner: int, call: calls.ClaimCall) -> calls.GetReply:
+        """Give a transfer of units of a match, which stays open."""
+        with self._store.lock:
+            if self._store.broken:
+                return calls.GetReply(transfer=0)
+            return self._matches.claim(owner, call)
+
     def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
         """Reserve space for what is worth storing."""
         with self._store.lock:

@@ -108,6 +108,21 @@ class GetCall(Call, frozen=True, tag="get"):
     blocks: int
 
 
+class ClaimCall(Call, frozen=True, tag="claim"):
+    """Ask for a transfer of some units of a final match that another session may have asked for.
+
+    Its lease goes on: every rank of an engine claims its own parts of what the scheduler matched.
+    Whoever is told the number may claim; numbers of other sidecars are not known here.
+    """
+
+    match: int
+    start: int
+    """First block; as many follow as `blocks`."""
+    blocks: int
+    parts: bytes
+    """Those of the match that are wanted."""
+
+
 class PutCall(Call, frozen=True, tag="put"):
     """Offer sealed blocks. `profiles` are those the client can encode; the store picks one.
 
@@ -220,6 +235,7 @@ AnyCall = (
     | SettleCall
     | ReleaseCall
     | GetCall
+    | ClaimCall
     | PutCall
     | CommitCall
     | AbortCall

@@ -43,6 +43,7 @@ class EmbeddedChannel:
             calls.SettleCall: control.settle,
             calls.ReleaseCall: control.release,
             calls.GetCall: control.get,
+            calls.ClaimCall: control.claim,
             calls.PutCall: control.put,
             calls.CommitCall: control.commit,
             calls.AbortCall: control.abort,

@@ -15,6 +15,7 @@ from tierkv import frame
 from tierkv.calls import (
     AbortCall,
     Call,
+    ClaimCall,
     ClearCall,
     ClearReply,
     CommitCall,
@@ -270,6 +271,26 @@ class Client:
             self.release(match)
             return None
         del self._open[match]
+        frames = _cut_frames(arena, reply.run_counts, reply.runs)
+        return Transfer(self._channel, reply, call, frames)
+
+    def claim(self, match: int, start: int, call: MatchCall) -> Transfer | None:
+        """Return a transfer of units of a final match that another process asked for.
+
+        Args:
+            match: its number there; that process releases it.
+            start: number of the first block wanted in that match.
+            call: the question again, with the keys of the wanted blocks and the wanted parts only.
+        """
+        arena = self._channel.borrow()
+        if arena is None:
+            return None
+        blocks = len(call.keys) // KEY_BYTES
+        wanted = ClaimCall(match=match, start=start, blocks=blocks, parts=call.parts)
+        reply = self._channel.call(wanted)
+        if not isinstance(reply, GetReply) or not reply.transfer:
+            self._channel.give_back()
+            return None
         frames = _cut_frames(arena, reply.run_counts, reply.runs)
         return Transfer(self._channel, reply, call, frames)
 

@@ -30,6 +30,9 @@ class Control(Protocol):
     def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
         """Turn a lease into a transfer."""
 
+    def claim(self, owner: int, call: calls.ClaimCall) -> calls.GetReply:
+        """Give a transfer of units of a match, which stays open."""
+
     def put(self, owner: int, call: calls.PutCall) -> calls.PutReply:
         """Reserve space for what is worth storing."""
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tierkv.calls import GetCall, GetReply, MatchCall, MatchReply
-from tierkv.catalog import NONE
+from tierkv.calls import ClaimCall, GetCall, GetReply, MatchCall, MatchReply
+from tierkv.catalog import NONE, READY
 from tierkv.cost import Recompute, load_seconds
 from tierkv.key import KEY_BYTES
 from tierkv.limits import count_keys, seconds_of
@@ -203,12 +203,43 @@ class Matches:
             return GetReply(transfer=0)
         store.unhold(match.rows[keep:])
         del self.open[match.number]
-        self.transfers[match.number] = (owner, rows)
         self._enter(match, match.answer, call.blocks)
+        return self._hand_out(owner, match.number, rows)
+
+    def claim(self, owner: int, call: ClaimCall) -> GetReply:
+        """Give a transfer of units of a final match that any owner asked for; its lease goes on.
+
+        Raises: TierKVError (invalid).
+        """
+        store, match = self._store, self.open.get(call.match)
+        wanted = store.parts_of(call.parts)
+        if match is None or match.answer is None or not set(wanted) <= set(match.parts):
+            return GetReply(transfer=0)
+        if call.blocks < 1 or not 0 <= call.start <= match.blocks - call.blocks:
+            return GetReply(transfer=0)
+        width = len(match.parts)
+        columns = [match.parts.index(part) for part in wanted]
+        span = range(call.start, call.start + call.blocks)
+        rows = array("i", [match.rows[b * width + column] for b in span for column in columns])
+        if not all(
+            store.catalog.state[row] == READY
+            and store.answers(row, match.call.fidelity, match.namespace)
+            for row in rows
+        ):
+            return GetReply(transfer=0)
+        store.catalog.hold(rows)
+        number, self._next = self._next, self._next + 1
+        self._enter(match, match.answer, call.blocks)
+        return self._hand_out(owner, number, rows)
+
+    def _hand_out(self, owner: int, number: int, rows: "array[int]") -> GetReply:
+        """Make rows that are held a transfer."""
+        store = self._store
+        self.transfers[number] = (owner, rows)
         store.totals["served_bytes"] += store.nbytes(rows)
         counts, runs = store.runs_of(rows)
         return GetReply(
-            transfer=match.number,
+            transfer=number,
             run_counts=counts,
             runs=runs,
             verify=store.settings.verify == "always",

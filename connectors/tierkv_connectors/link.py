@@ -25,7 +25,7 @@ from tierkv_connectors import threads, wire
 _TIMEVAL = struct.Struct("ll")
 _START_BYTES = 1 << 16
 _MIN_TIMEOUT_S = 0.001
-HELD = (calls.MatchCall, calls.GetCall, calls.PutCall)
+HELD = (calls.MatchCall, calls.GetCall, calls.ClaimCall, calls.PutCall)
 """Calls whose reply hands something out that must go back when it comes too late."""
 
 

@@ -43,6 +43,7 @@ REPLIES: dict[type[calls.Call], msgspec.msgpack.Decoder[Any]] = {
     calls.WaitCall: msgspec.msgpack.Decoder(calls.MatchReply),
     calls.SettleCall: msgspec.msgpack.Decoder(calls.MatchReply),
     calls.GetCall: msgspec.msgpack.Decoder(calls.GetReply),
+    calls.ClaimCall: msgspec.msgpack.Decoder(calls.GetReply),
     calls.PutCall: msgspec.msgpack.Decoder(calls.PutReply),
     calls.CommitCall: msgspec.msgpack.Decoder(calls.Done),
     calls.AbortCall: msgspec.msgpack.Decoder(calls.Done),

@@ -42,8 +42,14 @@ def _flush(call: calls.FlushCall) -> str:
     return _deadline(call.deadline_s) or _name(call.namespace) or _units(call.keys, call.parts)
 
 
-def _get(call: calls.GetCall) -> str:
+def _get(call: calls.GetCall | calls.ClaimCall) -> str:
     return "" if 0 <= call.blocks <= calls.MAX_UNITS else f"blocks is {call.blocks}"
+
+
+def _claim(call: calls.ClaimCall) -> str:
+    if not 0 <= call.start <= calls.MAX_UNITS:
+        return f"start is {call.start}"
+    return _get(call) or _units(b"", call.parts)
 
 
 def _commit(call: calls.CommitCall) -> str:
@@ -66,6 +72,7 @@ _CHECKS: dict[type[calls.Call], Callable[[Any], str]] = {
     calls.PutCall: _put,
     calls.FlushCall: _flush,
     calls.GetCall: _get,
+    calls.ClaimCall: _claim,
     calls.CommitCall: _commit,
     calls.ClearCall: _clear,
 }

@@ -74,6 +74,7 @@ class Server:
             calls.SettleCall: control.settle,
             calls.ReleaseCall: control.release,
             calls.GetCall: control.get,
+            calls.ClaimCall: control.claim,
             calls.PutCall: control.put,
             calls.CommitCall: control.commit,
             calls.AbortCall: control.abort,

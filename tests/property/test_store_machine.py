@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ from tests.property.store_model import Model, OpenMatch, OpenPut, OpenTransfer, 
 from tests.stores import BLOCK, ONE, PAGE, TWO, Rig, chain, fill, packed, pattern
 from tierkv import calls
 from tierkv.catalog import MANY
+from tierkv.client import Transfer
+from tierkv.key import KEY_BYTES
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.tier import DurableTier, Item, Outcome, Status
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
@@ -169,11 +172,24 @@ class StoreMachine(RuleBasedStateMachine):
         found = take(self.matches, pick)
         blocks = max(found.reply.blocks - fewer, 1)
         transfer = self.rig.transfer(found.reply, found.call, owner=found.owner, blocks=blocks)
-        if transfer is None:
-            return
+        if transfer is not None:
+            assert transfer.units == blocks * len(found.call.parts) // PACKED_BYTES
+            self.keep(found, found.owner, transfer)
+
+    @precondition(lambda self: self.matches)
+    @rule(pick=PICKS, owner=OWNERS, start=st.integers(0, 2))
+    def claim(self, pick: int, owner: int, start: int) -> None:
+        found = self.matches[pick % len(self.matches)]
+        keys = found.call.keys[start * KEY_BYTES : found.reply.blocks * KEY_BYTES]
+        last_part = found.call.parts[-PACKED_BYTES:]
+        call = msgspec.structs.replace(found.call, keys=keys, parts=last_part)
+        transfer = self.rig.claim(found.reply.match, start, call, owner=owner)
+        if transfer is not None:
+            assert transfer.units == found.reply.blocks - start
+            self.keep(found, owner, transfer)
+
+    def keep(self, found: OpenMatch, owner: int, transfer: Transfer) -> None:
         seen = []
-        parts = len(found.call.parts) // PACKED_BYTES
-        assert transfer.units == blocks * parts
         for unit in range(transfer.units):
             header = transfer.header(unit)
             assert header is not None
@@ -183,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
             name = (header.key, header.part.pack())
             assert data in self.model.allowed(found.call.namespace, name, found.call.fidelity)
             seen.append((pieces, data))
-        self.transfers.append(OpenTransfer(found.owner, transfer, seen))
+        self.transfers.append(OpenTransfer(owner, transfer, seen))
 
     @rule(space=SPACES, session=SESSIONS, blocks=LENGTHS, parts=PARTS, fidelity=FIDELITIES)
     def read(self, space: str, session: int, blocks: int, parts: Parts, fidelity: int) -> None:

@@ -294,7 +294,7 @@ for module in pkgutil.walk_packages(tierkv.__path__, "tierkv."):
 
 @cache
 def texts() -> tuple[tuple[str, str], ...]:
-    """Return path and text of every text file of the repository, generated folders left out."""
+    """Return path and text of every text file of the repository, what is generated left out."""
     generated = {"__pycache__", "build", "dist"}
     suffixes = {".py", ".md", ".toml", ".sh", ".yaml", ".yml", ".json", ".html", ".js", ".css", ""}
     found = []
@@ -305,7 +305,7 @@ def texts() -> tuple[tuple[str, str], ...]:
             if name == ".ci" or not (name in generated or name.startswith((".", "tierkv_sidecar.")))
         ]
         for path in (Path(folder) / name for name in files):
-            if path.suffix in suffixes and path.is_file():
+            if path.suffix in suffixes and path.is_file() and path.name != ".git":
                 text = path.read_text(encoding="utf-8", errors="replace")
                 found.append((path.relative_to(REPOSITORY).as_posix(), text))
     return tuple(found)
