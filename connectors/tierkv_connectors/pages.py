@@ -1,8 +1,9 @@
 """Pages: between an engine's KV tensors and the bytes of a block in the arena.
 
 Below the connector a block has one order: [layer, K/V, token, head, dim]. An engine's own
-arrangement is given as *views*: for each layer of the part a K and a V tensor [token, head, dim],
-with any strides, in the engine's memory. `gather` undoes the arrangement, `scatter` redoes it.
+arrangement is given as *views*: pieces of the engine's memory that together are the block, each
+with any strides. `gather` undoes the arrangement, `scatter` redoes it, with one copy for the keys
+and one for the values of a piece: few large pieces are fast, many small ones are not.
 
 Between a raw payload in one piece and pages in host memory every byte is copied once, in place. All
 else passes through one scratch block on the engine's device, and through a scratch payload when the
@@ -10,6 +11,7 @@ frame lies in several pieces.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,21 @@ from tierkv.identity import Identity
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecError
 
-Views = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+class Piece(NamedTuple):
+    """Some layers and tokens of a block in an engine's memory.
+
+    Keys and values are [layer, token, head, dim], where an engine's packing may split the token and
+    dim axes further: [layer, token // 32, 32, head, dim // 2, 2] is fine.
+    """
+
+    layers: slice
+    tokens: slice
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+Views = Sequence[Piece]
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -35,16 +51,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def gather(views: Views, block: torch.Tensor) -> None:
     """Copy an engine's tokens into a canonical block."""
-    for layer, (keys, values) in zip(block, views, strict=True):
-        layer[0].copy_(keys)
-        layer[1].copy_(values)
+    _check_whole(views, block)
+    for layers, tokens, keys, values in views:
+        block[layers, 0, tokens].view(keys.shape).copy_(keys)
+        block[layers, 1, tokens].view(values.shape).copy_(values)
 
 
 def scatter(block: torch.Tensor, views: Views) -> None:
     """Copy a canonical block into an engine's memory."""
-    for layer, (keys, values) in zip(block, views, strict=True):
-        keys.copy_(layer[0])
-        values.copy_(layer[1])
+    _check_whole(views, block)
+    for layers, tokens, keys, values in views:
+        keys.copy_(block[layers, 0, tokens].view(keys.shape))
+        values.copy_(block[layers, 1, tokens].view(values.shape))
+
+
+def _check_whole(views: Views, block: torch.Tensor) -> None:
+    """A piece too few would leave what was there before, and pass for KV."""
+    assert 2 * sum(piece.keys.numel() for piece in views) == block.numel(), "not a whole block"
 
 
 class UnitCopier:
@@ -125,7 +148,7 @@ class UnitCopier:
         scatter(block, views)
 
     def _in_place(self, pieces: Pieces) -> bool:
-        """Whether a raw block goes between arena and engine layer by layer."""
+        """Whether a raw block is copied between arena and engine directly."""
         return self._device.type == "cpu" and bool(pieces) and len(pieces[0]) >= self._raw_bytes
 
     def _as_block(self, piece: memoryview) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tierkv.fidelity import Fidelity
 from tierkv.key import Extras, chain_keys, root_key
 from tierkv.part import Part
 from tierkv_connectors.edge import Edge
-from tierkv_connectors.pages import UnitCopier, Views
+from tierkv_connectors.pages import Piece, UnitCopier, Views
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.transformers_identity import (
     TOKENS_PER_BLOCK,
@@ -258,9 +258,15 @@ class PrefixCache:
     ) -> Views:
         size = self.identity.tokens_per_block
         span = slice(number * size, (number + 1) * size)
+        whole = slice(0, size)
         return [
-            (k[0, :, span].transpose(0, 1), v[0, :, span].transpose(0, 1))
-            for k, v in zip(keys, values, strict=True)
+            Piece(
+                slice(layer, layer + 1),
+                whole,
+                k[:, :, span].transpose(1, 2),
+                v[:, :, span].transpose(1, 2),
+            )
+            for layer, (k, v) in enumerate(zip(keys, values, strict=True))
         ]
 
     def _filled(

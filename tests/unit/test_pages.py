@@ -14,7 +14,7 @@ from tierkv.calls import MatchCall, ReleaseCall
 from tierkv.client import Client
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
-from tierkv_connectors.pages import gather, scatter
+from tierkv_connectors.pages import Piece, gather, scatter
 from tierkv_connectors.transformers import PrefixCache
 
 BLOCK = 8
@@ -112,7 +112,16 @@ def test_canonical_order_is_layer_kv_token_head_dim(model: LlamaForCausalLM) -> 
 
 def test_gather_undoes_scatter() -> None:
     block = torch.randn(3, 2, BLOCK, 2, 4)
-    views = [(torch.zeros(2, BLOCK, 4).transpose(0, 1), torch.zeros(BLOCK, 2, 4)) for _ in range(3)]
+    whole = slice(0, BLOCK)
+    views = [
+        Piece(
+            slice(layer, layer + 1),
+            whole,
+            torch.zeros(1, 2, BLOCK, 4).transpose(1, 2),
+            torch.zeros(1, BLOCK, 2, 4),
+        )
+        for layer in range(3)
+    ]
     scatter(block, views)
     back = torch.empty_like(block)
     gather(views, back)

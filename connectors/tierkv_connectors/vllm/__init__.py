@@ -1,0 +1,1 @@
+"""vLLM: keep the KV of prompts across requests, engines and machines."""

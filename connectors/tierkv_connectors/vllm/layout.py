@@ -1,0 +1,348 @@
+"""Layout: where vLLM keeps the KV of a token in the tensors that it registers.
+
+vLLM registers one tensor per layer. Sizes come from its KV cache config; which axis of the tensor
+is which, and how a block is packed inside, comes from the name of the attention (and, on a CPU, of
+its instruction set). Shapes only confirm: what does not fit is refused with the reason, and
+`selftest` compares what fits with what the attention really writes.
+
+    fused          [block, head, token, K dims and V dims], with strides of any order
+    kv, block      [2, block, token, head, dim]
+    block, kv      [block, 2, token, head, dim]
+    CPU, vec       fused by its shape; inside a block and head lie K as [dim, token], V as
+                   [token, dim]
+
+When all layers lie in one storage at one distance (vLLM 0.32 and later), a block is copied for all
+layers at once; else layer by layer.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tierkv.errors import invalid
+from tierkv_connectors.pages import DTYPE_NAMES, Piece, Views
+
+
+class Spec(Protocol):
+    """vLLM's description of the KV of a layer; `_check_spec` knows what else it may have."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+class Group(Protocol):
+    """Layers that share block ids."""
+
+    layer_names: Sequence[str]
+    kv_cache_spec: Spec
+
+
+class Config(Protocol):
+    """What of vLLM's KVCacheConfig is read here."""
+
+    num_blocks: int
+    kv_cache_groups: Sequence[Group]
+
+
+class Attention(NamedTuple):
+    """What decides how a block is packed: vLLM's name of the attention and its instruction set."""
+
+    name: str
+    isa: str | None = None
+
+
+class Layout:
+    """Where the KV of a block is, for all layers of a group.
+
+    `layer_names` are in the order of the model, which is the order of the layers in a block.
+    """
+
+    def __init__(
+        self,
+        layer_names: Sequence[str],
+        geometry: "_Geometry",
+        row_axis: int,
+        stacks: Sequence["_Stack"],
+    ) -> None:
+        self.layer_names = tuple(layer_names)
+        self.blocks = geometry.blocks
+        self.block_tokens = geometry.tokens
+        self.heads = geometry.heads
+        self.dim = geometry.dim
+        self.dtype = geometry.dtype
+        self.device = stacks[0].keys.device
+        self._split = geometry.split
+        self._row_axis = row_axis
+        self._stacks = tuple(stacks)
+
+    @property
+    def layers(self) -> int:
+        """How many layers a block has."""
+        return len(self.layer_names)
+
+    def views(self, block_ids: Sequence[int]) -> Views:
+        """Return the engine blocks of these ids, in this order, as one block.
+
+        Raises: TierKVError (invalid) for an id that no request can have.
+        """
+        # Block 0 stands for "no block" in vLLM.
+        if not all(0 < number < self.blocks for number in block_ids):
+            raise invalid(f"block ids are 1 to {self.blocks - 1}, not {list(block_ids)}")
+        return list(self._pieces(block_ids))
+
+    def memory(self, tensor: torch.Tensor, block_id: int) -> torch.Tensor:
+        """Return a block as it lies in a registered tensor, whatever its order inside."""
+        return tensor.narrow(self._row_axis, block_id * self._split, self._split)
+
+    def _pieces(self, block_ids: Sequence[int]) -> Iterator[Piece]:
+        token = 0
+        for first, count in _runs(block_ids):
+            rows = slice(first * self._split, (first + count) * self._split)
+            tokens = slice(token, token + count * self.block_tokens)
+            token = tokens.stop
+            for layers, keys, values in self._stacks:
+                yield Piece(layers, tokens, keys[:, rows], values[:, rows])
+
+
+class _Geometry(NamedTuple):
+    """Sizes of a group.
+
+    `split` is how many rows of a tensor make a block: a kernel may want rows of fewer tokens than
+    the scheduler's blocks have.
+    """
+
+    blocks: int
+    tokens: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    split: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.split
+
+    @property
+    def row_tokens(self) -> int:
+        return self.tokens // self.split
+
+
+class _Stack(NamedTuple):
+    """Keys and values of some layers: [layer, row, token, head, dim] or finer (see Piece)."""
+
+    layers: slice
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+Halves = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Arrangement(NamedTuple):
+    """The axes of a registered tensor, and how it falls into keys and values [row, token, ...]."""
+
+    axes: tuple[str, ...]
+    halves: Callable[[torch.Tensor, _Geometry], Halves]
+
+
+def _fused(tensor: torch.Tensor, geometry: _Geometry) -> Halves:
+    keys, values = tensor.transpose(1, 2).split(geometry.dim, dim=-1)
+    return keys, values
+
+
+def _kv_first(tensor: torch.Tensor, _geometry: _Geometry) -> Halves:
+    return tensor[0], tensor[1]
+
+
+def _kv_second(tensor: torch.Tensor, _geometry: _Geometry) -> Halves:
+    return tensor[:, 0], tensor[:, 1]
+
+
+def _keys_transposed(tensor: torch.Tensor, geometry: _Geometry) -> Halves:
+    rows, heads, tokens, dim = geometry.rows, geometry.heads, geometry.row_tokens, geometry.dim
+    keys, values = _dense(tensor, geometry).unbind(2)
+    return (
+        keys.view(rows, heads, dim, tokens).permute(0, 3, 1, 2),
+        values.view(rows, heads, tokens, dim).transpose(1, 2),
+    )
+
+
+def _dense(tensor: torch.Tensor, geometry: _Geometry) -> torch.Tensor:
+    """Return the tensor as [row, head, K/V, all of the half]."""
+    if tensor.stride()[2:] != (2 * geometry.dim, 1):
+        raise invalid(f"a block and head is not in one run of memory: strides {tensor.stride()}")
+    return tensor.view(geometry.rows, geometry.heads, 2, geometry.row_tokens * geometry.dim)
+
+
+_FUSED = ("row", "head", "token", "fused")
+_BY_STRIDES = (
+    _Arrangement(_FUSED, _fused),
+    _Arrangement(("kv", "row", "token", "head", "dim"), _kv_first),
+    _Arrangement(("row", "kv", "token", "head", "dim"), _kv_second),
+)
+_TRANSPOSED = (_Arrangement(_FUSED, _keys_transposed),)
+_CPU = "CPU_ATTN"
+_ARRANGEMENTS: Mapping[Attention, Sequence[_Arrangement]] = {
+    Attention("FLASH_ATTN"): _BY_STRIDES,
+    Attention("FLASHINFER"): _BY_STRIDES,
+    Attention("FLEX_ATTENTION"): _BY_STRIDES,
+    Attention("TRITON_ATTN"): _BY_STRIDES,
+    Attention(_CPU, "vec"): _TRANSPOSED,
+    Attention(_CPU, "vec16"): _TRANSPOSED,
+}
+
+
+def layout_of(
+    config: Config, kv_caches: Mapping[str, torch.Tensor], attention: Attention
+) -> Layout:
+    """Return the layout of the only group of a config, in the tensors that vLLM registered.
+
+    Raises: TierKVError (invalid) saying why there is none.
+    """
+    group = _group(config)
+    names = _in_model_order(group.layer_names)
+    tensors = [_tensor(kv_caches, name, group.kv_cache_spec) for name in names]
+    _check_alike(names, tensors)
+    geometry = _geometry(config, group.kv_cache_spec)
+    arrangement, geometry = _arrangement(attention, tensors[0], geometry)
+    halves = [arrangement.halves(tensor, geometry) for tensor in tensors]
+    return Layout(names, geometry, arrangement.axes.index("row"), _stacks(halves))
+
+
+def _group(config: Config) -> Group:
+    if len(config.kv_cache_groups) != 1:
+        raise invalid(f"{len(config.kv_cache_groups)} KV cache groups: only one is supported yet")
+    group = config.kv_cache_groups[0]
+    if getattr(group, "host_resident", False):
+        raise invalid("the KV cache group lives in host memory: not supported")
+    return group
+
+
+def _in_model_order(names: Sequence[str]) -> list[str]:
+    """Sort names like model.layers.12.self_attn.attn by their only number."""
+    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    if any(len(found) != 1 for found in numbers):
+        raise invalid(f"the names of the layers do not say their order: {list(names)}")
+    by_number = {int(found[0]): name for found, name in zip(numbers, names, strict=True)}
+    if len(by_number) != len(names) or not names:
+        raise invalid(f"the layers are not numbered one by one: {list(names)}")
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _tensor(kv_caches: Mapping[str, object], name: str, spec: Spec) -> torch.Tensor:
+    tensor = kv_caches.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        raise invalid(f"{name} is registered as {type(tensor).__name__}, not as a tensor")
+    if tensor.dtype != spec.dtype:
+        raise invalid(f"{name} is {tensor.dtype}, its spec says {spec.dtype}")
+    return tensor
+
+
+def _check_alike(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    first = tensors[0]
+    for name, tensor in zip(names, tensors, strict=True):
+        if (tensor.shape, tensor.stride(), tensor.device) != (
+            first.shape,
+            first.stride(),
+            first.device,
+        ):
+            raise invalid(f"{name} is arranged otherwise than {names[0]}")
+    if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        raise invalid("layers share one KV cache: not supported yet")
+
+
+def _geometry(config: Config, spec: Spec) -> _Geometry:
+    kind = type(spec).__name__
+    if kind != "FullAttentionSpec":
+        raise invalid(f"KV of kind {kind}: only full attention is supported yet")
+    name = DTYPE_NAMES.get(spec.dtype)
+    if name is None or name.startswith("fp8"):
+        raise invalid(f"a KV cache of {spec.dtype} is not supported yet")
+    plain = {
+        "kv_quant_mode": 0,
+        "tokens_per_state": 1,
+        "head_size_v": spec.head_size,
+        "num_head_slots": spec.num_kv_heads,
+        "state_content_bytes": 2 * spec.head_size * spec.dtype.itemsize,
+    }
+    for field, value in plain.items():
+        found = getattr(spec, field, None)
+        if found not in (None, value):
+            raise invalid(f"KV with {field} {found} instead of {value} is not supported yet")
+    return _Geometry(
+        config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype
+    )
+
+
+def _arrangement(
+    attention: Attention, tensor: torch.Tensor, geometry: _Geometry
+) -> tuple[_Arrangement, _Geometry]:
+    known = _ARRANGEMENTS.get(attention)
+    if known is None:
+        raise invalid(f"how {attention} packs its KV is not known")
+    fitting = [
+        (arrangement, fitted)
+        for arrangement in known
+        if (fitted := _fitted(tensor.shape, arrangement.axes, geometry)) is not None
+    ]
+    if len(fitting) != 1:
+        raise invalid(
+            f"a KV cache of shape {tuple(tensor.shape)} fits {len(fitting)} arrangements of "
+            f"{attention.name} with {geometry}"
+        )
+    return fitting[0]
+
+
+def _fitted(shape: Sequence[int], axes: Sequence[str], geometry: _Geometry) -> _Geometry | None:
+    """Return the geometry with the split that the shape has; None when it is of another."""
+    if len(shape) != len(axes):
+        return None
+    split, rest = divmod(shape[axes.index("row")], geometry.blocks)
+    if rest or not split or geometry.tokens % split:
+        return None
+    fitted = geometry._replace(split=split)
+    sizes = {
+        "row": fitted.rows,
+        "token": fitted.row_tokens,
+        "head": fitted.heads,
+        "kv": 2,
+        "dim": fitted.dim,
+        "fused": 2 * fitted.dim,
+    }
+    return fitted if list(shape) == [sizes[axis] for axis in axes] else None
+
+
+def _stacks(halves: Sequence[Halves]) -> list[_Stack]:
+    keys = _stacked([keys for keys, _ in halves])
+    values = _stacked([values for _, values in halves])
+    if keys is not None and values is not None:
+        return [_Stack(slice(0, len(halves)), keys, values)]
+    return [
+        _Stack(slice(layer, layer + 1), keys[None], values[None])
+        for layer, (keys, values) in enumerate(halves)
+    ]
+
+
+def _stacked(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors of one storage, at one distance from each other, as one tensor."""
+    first = layers[0]
+    offsets = [layer.storage_offset() for layer in layers]
+    steps = {after - before for before, after in pairwise(offsets)} or {0}
+    storages = {layer.untyped_storage().data_ptr() for layer in layers}
+    if len(storages) != 1 or len(steps) != 1 or min(steps) < 0:
+        return None
+    return first.as_strided((len(layers), *first.shape), (*steps, *first.stride()), offsets[0])
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield runs of following ids as first and count: a run is one piece."""
+    start = 0
+    for at in range(1, len(block_ids) + 1):
+        if at == len(block_ids) or block_ids[at] != block_ids[at - 1] + 1:
+            yield block_ids[start], at - start
+            start = at
