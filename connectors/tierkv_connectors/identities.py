@@ -41,46 +41,58 @@ _LENGTH_IN_ANGLE = frozenset({"dynamic", "longrope", "yarn"})
 """RoPE types whose angles depend on the config's longest position too."""
 
 
-def name_model(config: "PreTrainedConfig", weights: str | None = None) -> tuple[str, str]:
+def name_model(
+    config: "PreTrainedConfig",
+    weights: str | None = None,
+    path: str | None = None,
+    commit: str | None = None,
+) -> tuple[str, str]:
     """Return the `model` and `weights` of an Identity.
 
     Args:
         config: of the loaded model.
         weights: the caller's own name for the weights; two trainings must never share one.
+        path: the directory or hub name that the weights came from, when the engine says so apart
+            from its config.
+        commit: of the hub, with `path`; a branch or tag names no weights and counts as none.
 
     Raises: TierKVError (invalid) when nothing names the weights.
     """
-    model, found = _hub_or_files(config, weights)
+    if path is None:
+        path = str(getattr(config, "name_or_path", "") or "")
+        commit = getattr(config, "_commit_hash", None)
+    model, found = _hub_or_files(config, weights, path, commit)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         found += f"|quantised:{hashlib.sha256(canonical(quantised).encode()).hexdigest()}"
     return model, found
 
 
-def _hub_or_files(config: "PreTrainedConfig", weights: str | None) -> tuple[str, str]:
-    name = str(getattr(config, "name_or_path", "") or "")
-    commit = getattr(config, "_commit_hash", None)
+def _hub_or_files(
+    config: "PreTrainedConfig", weights: str | None, name: str, commit: str | None
+) -> tuple[str, str]:
     path = Path(name or "/")
     if _COMMIT.fullmatch(path.name) and path.parent.name == "snapshots":
         commit = path.name
         name = path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
     elif name and path.is_dir():
-        name = path.resolve().name
+        name, commit = path.resolve().name, None
     if weights:
         return name or config.model_type, f"id:{weights}"
-    if commit:
+    if _COMMIT.fullmatch(commit or ""):
         return name, f"hub:{commit}"
     if name and path.is_dir():
         # The digest covers config.json: two directories of equal content are one model.
         return config.model_type, f"files:{files_digest(path)}"
     raise invalid(
         f"nothing names the weights of {name!r}: load the model from a local directory or a hub "
-        "snapshot, or pass weights= with a name that changes whenever they do"
+        "snapshot, or pass weights= (an engine's connector takes it from its extra config) with "
+        "a name that changes whenever they do"
     )
 
 
-def files_digest(directory: Path) -> str:
-    """Return a digest of a model's config.json and samples of all its safetensors.
+def files_digest(directory: Path, config_name: str = "config.json") -> str:
+    """Return a digest of a model's config and samples of all its safetensors.
 
     Raises: TierKVError (invalid) when there are none, or one is broken.
     """
@@ -88,7 +100,7 @@ def files_digest(directory: Path) -> str:
     if not files:
         raise invalid(f"{directory} holds no *.safetensors: pass weights= to name its weights")
     digest = hashlib.sha256(b"tierkv.weights.1")
-    config = directory / "config.json"
+    config = directory / config_name
     for path in [config, *files] if config.is_file() else files:
         name = path.name.encode()
         digest.update(len(name).to_bytes(2, "little") + name)
