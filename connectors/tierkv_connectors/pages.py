@@ -51,23 +51,21 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def gather(views: Views, block: torch.Tensor) -> None:
     """Copy an engine's tokens into a canonical block."""
-    _check_whole(views, block)
+    whole = 2 * sum(piece.keys.numel() for piece in views) == block.numel()
+    assert whole, "a piece too few would leave what was there before, and pass for KV"
     for layers, tokens, keys, values in views:
         block[layers, 0, tokens].view(keys.shape).copy_(keys)
         block[layers, 1, tokens].view(values.shape).copy_(values)
 
 
 def scatter(block: torch.Tensor, views: Views) -> None:
-    """Copy a canonical block into an engine's memory."""
-    _check_whole(views, block)
+    """Copy a canonical block into an engine's memory.
+
+    Of a block that is in part the engine's own already, the views have only the other pieces.
+    """
     for layers, tokens, keys, values in views:
         keys.copy_(block[layers, 0, tokens].view(keys.shape))
         values.copy_(block[layers, 1, tokens].view(values.shape))
-
-
-def _check_whole(views: Views, block: torch.Tensor) -> None:
-    """A piece too few would leave what was there before, and pass for KV."""
-    assert 2 * sum(piece.keys.numel() for piece in views) == block.numel(), "not a whole block"
 
 
 class UnitCopier:

@@ -85,22 +85,25 @@ class Layout:
         """How many layers a block has."""
         return len(self.layer_names)
 
-    def views(self, block_ids: Sequence[int]) -> Views:
+    def views(self, block_ids: Sequence[int], skip: int = 0) -> Views:
         """Return the engine blocks of these ids, in this order, as one block.
+
+        Args:
+            block_ids: vLLM's.
+            skip: engine blocks of the block that come before them and are left out.
 
         Raises: TierKVError (invalid) for an id that no request can have.
         """
         # Block 0 stands for "no block" in vLLM.
         if not all(0 < number < self.blocks for number in block_ids):
             raise invalid(f"block ids are 1 to {self.blocks - 1}, not {list(block_ids)}")
-        return list(self._pieces(block_ids))
+        return list(self._pieces(block_ids, skip * self.block_tokens))
 
     def memory(self, tensor: torch.Tensor, block_id: int) -> torch.Tensor:
         """Return a block as it lies in a registered tensor, whatever its order inside."""
         return tensor.narrow(self._row_axis, block_id * self._split, self._split)
 
-    def _pieces(self, block_ids: Sequence[int]) -> Iterator[Piece]:
-        token = 0
+    def _pieces(self, block_ids: Sequence[int], token: int) -> Iterator[Piece]:
         for first, count in _runs(block_ids):
             rows = slice(first * self._split, (first + count) * self._split)
             tokens = slice(token, token + count * self.block_tokens)

@@ -1,0 +1,262 @@
+"""Connector: vLLM's calls, each handed to the side that it is for.
+
+vLLM makes two of these, one in its scheduler's process and one in each worker's; they share nothing
+but the plan that goes with every step. An engine that cannot be kept is told why once, and runs on
+without tierkv. After the constructor nothing raises into the engine.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from tierkv.client import Client
+from tierkv.errors import TierKVError
+from tierkv.executor import Threads
+from tierkv.part import Part
+from tierkv.settings import client_socket
+from tierkv_connectors.edge import Edge
+from tierkv_connectors.sidecar import SidecarChannel
+from tierkv_connectors.vllm.identity import LoraNames, identity_of, request_extras
+from tierkv_connectors.vllm.kept import Kept, block_tokens, engine_name, options_of
+from tierkv_connectors.vllm.layout import layout_of
+from tierkv_connectors.vllm.plan import StepPlan
+from tierkv_connectors.vllm.scheduler import Scheduler
+from tierkv_connectors.vllm.selftest import attention_of, self_test
+from tierkv_connectors.vllm.worker import NoWorker, Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+LOOKUPS = 4
+"""Questions to the sidecar under way at once; one may wait for a stage as long as its deadline."""
+
+_CAREFUL = StepPlan(overwritten=None)
+"""Of a step that could not be planned: nothing is loaded or saved, and saves stop."""
+
+_log = logging.getLogger("vllm.tierkv")  # below the logger that vLLM shows
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    """The plan of one step, in vLLM's wrapping."""
+
+    plan: StepPlan
+
+
+class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV in a sidecar. See `kept.Options` for `kv_connector_extra_config`."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Set up one side.
+
+        Raises: TierKVError (invalid) for options that do not exist or do not fit.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = options_of(transfer.kv_connector_extra_config)
+        self._edge = Edge()
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | NoWorker = NoWorker()
+        self._threads: Threads | None = None
+        self._client: Client | None = None
+        self._kept = self._edge.shield(
+            "keep", lambda: self._keep(vllm_config, kv_cache_config), None
+        )
+        if self._kept is not None and role == KVConnectorRole.SCHEDULER:
+            self._client = self._connect(arena=False)
+            self._threads = Threads({"lookup": LOOKUPS})
+            extras_of = partial(request_extras, loras=LoraNames())
+            self._scheduler = Scheduler(self._kept, self._client, self._threads, extras_of)
+            if transfer.kv_load_failure_policy != "recompute":
+                _log.warning(
+                    "kv_load_failure_policy is %r: a block that is lost while it is loaded fails "
+                    "its request; set it to 'recompute'",
+                    transfer.kv_load_failure_policy,
+                )
+
+    def _keep(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Kept | None:
+        """Return what is kept of this engine, None when it cannot be and the log says why."""
+        try:
+            engine_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            tokens = block_tokens(engine_tokens, self._options.tokens_per_block)
+            identity = identity_of(vllm_config, kv_cache_config, tokens)
+        except TierKVError as error:
+            _log.error("tierkv keeps nothing of this engine: %s", error)
+            return None
+        return Kept(identity, Part.whole(identity), engine_tokens, self._options)
+
+    def _connect(self, *, arena: bool) -> Client:
+        path = self._options.socket or client_socket()
+        channel = SidecarChannel(
+            path, timeout_s=self._options.timeout_s, client=engine_name(), arena=arena
+        )
+        return Client(channel)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the KV lies, and prove it."""
+        self._edge.shield("register", lambda: self._register(kv_caches), None)
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._kept is None:
+            return
+        try:
+            layers = self._vllm_config.compilation_config.static_forward_context
+            attention = attention_of(layers, list(kv_caches))
+            layout = layout_of(self._kv_cache_config, kv_caches, attention)
+            self_test(layout, kv_caches, layers)
+        except TierKVError as error:
+            _log.error("tierkv keeps nothing of this engine: %s", error)
+            return
+        self._client = self._connect(arena=True)
+        self._threads = Threads({"load": 1, "save": 1})
+        device = next(iter(kv_caches.values())).device
+        self._worker = Worker(self._kept, self._client, self._threads, layout, device, self._edge)
+        _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Stop saves from reading what the step overwrites."""
+        self._fence(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's plan; engines that never call `handle_preemptions` are fenced here."""
+        super().bind_connector_metadata(connector_metadata)
+        self._fence(connector_metadata)
+
+    def _fence(self, metadata: KVConnectorMetadata) -> None:
+        if isinstance(metadata, Metadata):
+            self._worker.fence(metadata.plan)
+
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
+        """Queue the step's loads."""
+        del forward_context, kwargs
+        metadata = self._connector_metadata
+        if isinstance(metadata, Metadata):
+            self._worker.begin_loads(metadata.plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for nothing: no request runs before its loads are over."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: object,
+        **kwargs: object,
+    ) -> None:
+        """Save nothing yet: blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Queue the saves of what the step has written."""
+        metadata = self._connector_metadata
+        if isinstance(metadata, Metadata):
+            self._worker.begin_saves(metadata.plan.saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Report the requests whose loads are over."""
+        del finished_req_ids
+        return None, self._worker.ended()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report the blocks that loads did not fill."""
+        return self._worker.unfilled()
+
+    # Scheduler side.
+
+    def on_new_request(self, request: "Request") -> None:
+        """Begin to look a request's prompt up."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._edge.shield("arrived", lambda: scheduler.arrived(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return the tokens to load beyond the engine's own; None: ask again."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return 0, False
+        nothing: int | None = 0
+        found = self._edge.shield(
+            "matched", lambda: scheduler.matched(request, num_computed_tokens), nothing
+        )
+        return found, bool(found)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load of what was promised."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        ids = blocks.get_block_ids()[0]
+        planned = self._edge.shield(
+            "allocated", lambda: scheduler.allocated(request, ids, num_external_tokens), None
+        )
+        if num_external_tokens and not planned:
+            scheduler.fail(request, ids)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Return the step's plan."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return Metadata(StepPlan())
+        return Metadata(
+            self._edge.shield("step", lambda: scheduler.step(scheduler_output), _CAREFUL)
+        )
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Hear what became of loads."""
+        scheduler, received = self._scheduler, connector_output.finished_recving or ()
+        if scheduler is not None:
+            self._edge.shield("stepped", lambda: scheduler.stepped(list(received)), None)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks need not be kept for us."""
+        del block_ids
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._edge.shield("ended", lambda: scheduler.ended(request), None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks need not be kept for us."""
+        return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> Iterable[Any]:
+        """Return no events."""
+        return ()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Return False: a save that is dropped is a later miss and nothing else."""
+        return False
+
+    def shutdown(self) -> None:
+        """Let the lanes end, and the connection."""
+        if self._threads is not None:
+            self._threads.close(self._options.timeout_s)
+        if self._client is not None:
+            self._client.close()

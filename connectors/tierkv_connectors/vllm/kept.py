@@ -1,0 +1,129 @@
+"""Kept: what both sides of the connector agree on about the KV of one engine."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from tierkv.calls import MatchCall, PutCall
+from tierkv.errors import invalid
+from tierkv.fidelity import Fidelity
+from tierkv.identity import Identity
+from tierkv.key import Extras, root_key
+from tierkv.part import Part
+from tierkv_connectors.prefill import PrefillCost
+
+LEAST_BLOCK_TOKENS = 128
+"""Tokens of a store block, at least: shorter ones cost more for each byte."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`: every field has a default.
+
+    `socket` "" is the sidecar's usual place; `deadline_s` bounds the wait for one load.
+    """
+
+    socket: str = ""
+    namespace: str = "default"
+    tokens_per_block: int = 0
+    """0: the least multiple of the engine's block of at least 128 tokens."""
+    weights: str = ""
+    """Names the weights when the model directory cannot be trusted to."""
+    deadline_s: float = 5.0
+    timeout_s: float = 1.0
+    """Longest that one call to the sidecar may take."""
+    load: bool = True
+    save: bool = True
+
+
+def options_of(extra: Mapping[str, Any]) -> Options:
+    """Return the options of a connector. Raises: TierKVError (invalid) naming the wrong one."""
+    try:
+        return msgspec.convert(dict(extra), Options)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Options.__struct_fields__)
+        raise invalid(f"kv_connector_extra_config: {error}; it may have {known}") from None
+
+
+def block_tokens(engine_tokens: int, wanted: int) -> int:
+    """Return the tokens of a store block: a multiple of the engine's.
+
+    Raises: TierKVError (invalid) when `wanted` is none.
+    """
+    if wanted % engine_tokens:
+        raise invalid(
+            f"tokens_per_block is {wanted}: it must be a multiple of {engine_tokens}, "
+            "the tokens of a block of this engine"
+        )
+    return wanted or -(-LEAST_BLOCK_TOKENS // engine_tokens) * engine_tokens
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One engine's KV of one group, as the store names it."""
+
+    identity: Identity
+    part: Part
+    engine_tokens: int
+    """Tokens of an engine block."""
+    options: Options
+    fidelity: Fidelity = Fidelity.EXACT
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a store block."""
+        return self.identity.tokens_per_block
+
+    @property
+    def ratio(self) -> int:
+        """Engine blocks of a store block."""
+        return self.tokens // self.engine_tokens
+
+    @cached_property
+    def raw_bytes(self) -> int:
+        """Raw bytes of a store block."""
+        return self.part.raw_bytes(self.identity)
+
+    def root(self, extras: Extras) -> bytes:
+        """Return the parent of the first block of a request with these extras."""
+        # The namespace too: what another tenant stores must not stand in this one's place.
+        named = {**extras, "namespace": self.options.namespace}
+        return root_key(self.identity.fingerprint, named)
+
+    def match_call(self, keys: bytes, deadline_s: float, cost: PrefillCost) -> MatchCall:
+        """Return the question for a chain."""
+        return MatchCall(
+            namespace=self.options.namespace,
+            fingerprint=self.identity.fingerprint,
+            keys=keys,
+            parts=self.part.pack(),
+            fidelity=self.fidelity,
+            position=0,
+            tokens_per_block=self.tokens,
+            raw_bytes=self.raw_bytes,
+            linear=cost.linear,
+            quadratic=cost.quadratic,
+            deadline_s=deadline_s,
+        )
+
+    def put_call(self, keys: bytes) -> PutCall:
+        """Return the offer of a chain."""
+        return PutCall(
+            namespace=self.options.namespace,
+            fingerprint=self.identity.fingerprint,
+            keys=keys,
+            parts=self.part.pack(),
+            raw_bytes=self.raw_bytes.to_bytes(8, "little"),
+            fidelity=self.fidelity,
+            position=0,
+            tokens_per_block=self.tokens,
+            profiles=("raw", "lossless"),
+        )
+
+
+def engine_name() -> str:
+    """Return what the sidecar calls a process of this engine."""
+    return f"vllm-{os.getpid()}"

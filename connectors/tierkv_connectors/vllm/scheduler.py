@@ -1,0 +1,284 @@
+"""Scheduler side: what to load before a request runs, and what to save after each step.
+
+Runs in vLLM's one scheduler thread, which no call here keeps waiting: questions are put to the
+sidecar by the "lookup" lane, from the moment a request arrives, and asked after again with every
+attempt to schedule it. A lease is held from the answer until the load is done, and ends by itself.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierkv.calls import MAX_UNITS, MatchReply
+from tierkv.client import MISS, Client
+from tierkv.executor import Executor
+from tierkv.key import KEY_BYTES, Extras, chain_keys
+from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.vllm.engine import Output, Request
+from tierkv_connectors.vllm.kept import Kept
+from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+
+WAIT_S = 0.0008
+"""Longest that one attempt to schedule a request waits for the sidecar's answer."""
+FRESH = 0.5
+"""Share of a lease's time after which an answer that was not used is asked for again."""
+
+ExtrasOf = Callable[[Request], Extras | None]
+
+
+class _Lookup:
+    """One question about a request's chain, answered by the lane."""
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.keys = b""
+        self.reply = MISS
+        self.until = 0.0
+        """`time.monotonic` until which the answer may be used."""
+        self.computed = 0
+        """Tokens that the engine held when it was last told of this answer."""
+        self._guard = threading.Lock()
+        self._unwanted = False
+
+    def answer(self, reply: MatchReply, until: float) -> int:
+        """Take the answer; returns the match to release when nobody wants it any more."""
+        with self._guard:
+            self.reply, self.until = reply, until
+            self.answered.set()
+            return reply.match if self._unwanted else 0
+
+    def forget(self) -> int:
+        """Want no answer; returns the match to release when there is one already."""
+        with self._guard:
+            self._unwanted = True
+            return self.reply.match
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request until vLLM is done with it."""
+
+    request: Request
+    root: bytes
+    keys: bytes = b""
+    blocks: list[int] = field(default_factory=list)
+    offered: int = 0
+    """Store blocks offered so far."""
+    lookup: _Lookup | None = None
+    loading: int = 0
+    """Number of the match that is being loaded from."""
+    finished: bool = False
+
+
+class Scheduler:
+    """The scheduler's part.
+
+    Args:
+        kept: the engine's KV.
+        client: of the sidecar; needs no arena.
+        executor: has a lane "lookup".
+        extras_of: what else separates a request's content; None: it is left alone.
+    """
+
+    def __init__(self, kept: Kept, client: Client, executor: Executor, extras_of: ExtrasOf) -> None:
+        self.cost = PrefillCost()
+        self._kept = kept
+        self._client = client
+        self._executor = executor
+        self._extras_of = extras_of
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[Load] = []
+        self._prefill: tuple[int, int, float] | None = None
+        """Position, tokens and start of a step that does nothing but prefill one request."""
+
+    def arrived(self, request: Request) -> None:
+        """Take note of a request and ask the sidecar about its prompt."""
+        name = request.request_id
+        extras = None if name in self._requests else self._extras_of(request)
+        if extras is not None:
+            self._requests[name] = held = _Request(request, self._kept.root(extras))
+            self._look(held)
+
+    def matched(self, request: Request, computed: int) -> int | None:
+        """Return the tokens to load beyond the `computed` ones; None: ask again later.
+
+        At least one token is left to compute, and nothing is promised below `computed`.
+        """
+        self.arrived(request)
+        held = self._requests.get(request.request_id)
+        if held is None or held.loading:
+            return 0
+        lookup = held.lookup or self._look(held)
+        if not lookup.answered.wait(WAIT_S):
+            return None
+        if lookup.reply.match and time.monotonic() > lookup.until:
+            self._forget(held)
+            self._look(held)
+            return None
+        blocks = min(lookup.reply.blocks, (request.num_tokens - 1) // self._kept.tokens)
+        external = blocks * self._kept.tokens - computed
+        if external <= 0 or not self._pays(lookup.reply):
+            return 0
+        lookup.computed = computed
+        return external
+
+    def allocated(self, request: Request, blocks: Sequence[int], external: int) -> bool:
+        """Plan the load of `external` tokens into a request's engine blocks; 0: none is wanted.
+
+        Returns: whether a load was planned.
+        """
+        held = self._requests.get(request.request_id)
+        if held is None or held.loading:
+            return False
+        held.blocks = list(blocks)
+        lookup = held.lookup
+        if lookup is not None and lookup.answered.is_set():
+            held.keys = max(held.keys, lookup.keys, key=len)
+        if lookup is None or not lookup.reply.match or not external:
+            self._forget(held)
+            return False
+        held.lookup = None
+        kept, first = self._kept, lookup.computed
+        start, stop = first // kept.tokens, -(-(first + external) // kept.tokens)
+        held.loading = lookup.reply.match
+        self._loads.append(
+            Load(
+                request=request.request_id,
+                match=lookup.reply.match,
+                start=start,
+                keys=lookup.keys[start * KEY_BYTES : stop * KEY_BYTES],
+                skip=(first - start * kept.tokens) // kept.engine_tokens,
+                blocks=tuple(
+                    blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
+                ),
+                deadline=time.monotonic() + kept.options.deadline_s,
+            )
+        )
+        return True
+
+    def fail(self, request: Request, blocks: Sequence[int]) -> None:
+        """Let a load that was promised and could not be planned be reported as not filled."""
+        nothing = Load(request.request_id, 0, 0, b"", 0, tuple(blocks), 0.0)
+        self._loads.append(nothing)
+
+    def step(self, output: Output) -> StepPlan:
+        """Return what the worker side is to do beside a step."""
+        saves: list[Save] = []
+        overwritten: set[int] = set()
+        size = self._kept.engine_tokens
+        for new in output.scheduled_new_reqs:
+            held = self._requests.get(new.req_id)
+            blocks = list(new.block_ids[0])
+            overwritten.update(blocks[new.num_computed_tokens // size :])
+            if held is not None:
+                held.blocks = blocks
+                self._save(held, new.num_computed_tokens, output, saves)
+        cached = output.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            held = self._requests.get(name)
+            computed, new_ids = cached.num_computed_tokens[index], cached.new_block_ids[index]
+            more = list(new_ids[0]) if new_ids else []
+            resumed = name in cached.resumed_req_ids
+            overwritten.update(more[computed // size :] if resumed else more)
+            if held is not None:
+                held.blocks = more if resumed else held.blocks + more
+                self._save(held, computed, output, saves)
+        loads, self._loads = tuple(self._loads), []
+        for load in loads:
+            overwritten.update(load.blocks)
+        self._note_prefill(output)
+        return StepPlan(loads, tuple(saves), frozenset(overwritten))
+
+    def stepped(self, received: Sequence[str]) -> None:
+        """Hear that a step has ended, and of the requests whose loads are over."""
+        if self._prefill is not None:
+            position, tokens, start = self._prefill
+            self.cost.observe(position, tokens, time.monotonic() - start)
+            self._prefill = None
+        for name in received:
+            held = self._requests.get(name)
+            if held is not None:
+                self._client.release(held.loading)
+                held.loading = 0
+                if held.finished:
+                    del self._requests[name]
+
+    def ended(self, request: Request) -> None:
+        """Forget a request; one that is being loaded for is kept until that has been reported."""
+        held = self._requests.get(request.request_id)
+        if held is None:
+            return
+        self._forget(held)
+        held.finished = True
+        if not held.loading:
+            del self._requests[request.request_id]
+
+    def _look(self, held: _Request) -> _Lookup:
+        held.lookup = lookup = _Lookup()
+        tokens = held.request.num_tokens
+        if not self._kept.options.load or (tokens - 1) // self._kept.tokens < 1:
+            lookup.answered.set()
+            return lookup
+        known = held.keys
+        self._executor.submit("lookup", lambda: self._ask(held, lookup, known))
+        return lookup
+
+    def _ask(self, held: _Request, lookup: _Lookup, known: bytes) -> None:
+        """Hash a request's tokens and match them; a job of the lane."""
+        deadline_s, reply = self._kept.options.deadline_s, MISS
+        try:
+            lookup.keys = keys = self._extended(held, known)
+            usable = min((held.request.num_tokens - 1) // self._kept.tokens, MAX_UNITS)
+            call = self._kept.match_call(keys[: usable * KEY_BYTES], deadline_s, self.cost)
+            reply = self._client.match(call)
+            if reply.pending:
+                reply = self._client.wait(reply.match, deadline_s)
+        finally:
+            self._client.release(lookup.answer(reply, time.monotonic() + deadline_s * FRESH))
+
+    def _extended(self, held: _Request, keys: bytes) -> bytes:
+        """Return the keys of all full blocks of a request, of which the first are known."""
+        size, count = self._kept.tokens, len(keys) // KEY_BYTES
+        ids = held.request.all_token_ids
+        stop = len(ids) // size * size
+        if stop <= count * size:
+            return keys
+        tokens = np.array(ids[count * size : stop], np.int32)
+        return keys + chain_keys(keys[-KEY_BYTES:] or held.root, tokens, size)
+
+    def _pays(self, reply: MatchReply) -> bool:
+        """Return whether loading beats computing, as far as both are known."""
+        return not reply.recompute_s or reply.load_s < reply.recompute_s
+
+    def _forget(self, held: _Request) -> None:
+        """End the lease of an answer that is not used, now or when it comes."""
+        lookup, held.lookup = held.lookup, None
+        if lookup is not None:
+            self._client.release(lookup.forget())
+
+    def _save(self, held: _Request, computed: int, output: Output, saves: list[Save]) -> None:
+        """Offer what a step seals: only tokens that are known now, so no drafts."""
+        kept = self._kept
+        done = computed + output.num_scheduled_tokens[held.request.request_id]
+        sealed = min(done, len(held.request.all_token_ids)) // kept.tokens
+        if not kept.options.save or sealed <= held.offered:
+            return
+        held.keys = self._extended(held, held.keys)
+        held.offered = sealed
+        saves.append(
+            Save(
+                keys=held.keys[: sealed * KEY_BYTES],
+                blocks=tuple(held.blocks[: sealed * kept.ratio]),
+            )
+        )
+
+    def _note_prefill(self, output: Output) -> None:
+        """Learn what computing costs from steps that do nothing else for one request."""
+        if len(output.num_scheduled_tokens) == 1:
+            (tokens,) = output.num_scheduled_tokens.values()
+            computed = [new.num_computed_tokens for new in output.scheduled_new_reqs]
+            computed += output.scheduled_cached_reqs.num_computed_tokens
+            self._prefill = computed[0], tokens, time.monotonic()

@@ -1,0 +1,212 @@
+"""Worker side: copies blocks between the engine's memory and the sidecar's arena.
+
+Loads and saves run in lanes of their own, each in order. A load is reported exactly once, whatever
+becomes of it, and never before its last copy has ended. A save never holds an engine block: before
+a step writes to a block that a save still has to read, the save gives it up.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+
+import torch
+
+from tierkv.calls import MatchCall
+from tierkv.client import Client, Reservation, Transfer
+from tierkv.codec import profile_of
+from tierkv.executor import Executor
+from tierkv.key import KEY_BYTES
+from tierkv_connectors.edge import Edge
+from tierkv_connectors.pages import UnitCopier
+from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.vllm.kept import Kept
+from tierkv_connectors.vllm.layout import Layout
+from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+
+
+class _Saving:
+    """A save and the engine blocks that it has still to read."""
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.guard = threading.Lock()
+        """Held while a block is copied."""
+        self.left = set(save.blocks)
+        self.lost: set[int] = set()
+
+    def give_up(self, blocks: AbstractSet[int] | None) -> bool:
+        """Read these blocks no more from now on; returns whether any was still to be read."""
+        with self.guard:
+            hit = self.left if blocks is None else self.left & blocks
+            self.lost |= hit
+            return bool(hit)
+
+
+class NoWorker:
+    """What a worker does whose KV cannot be kept: every load of the scheduler's is unfilled."""
+
+    def __init__(self) -> None:
+        self._over: list[Load] = []
+        self._unfilled: set[int] = set()
+
+    def fence(self, plan: StepPlan) -> None:
+        """Do nothing: nothing is read."""
+
+    def begin_loads(self, loads: Sequence[Load]) -> None:
+        """Let the loads be over."""
+        self._over += loads
+
+    def begin_saves(self, saves: Sequence[Save]) -> None:
+        """Do nothing."""
+
+    def ended(self) -> set[str]:
+        """Return the requests whose loads are over since the last call."""
+        over, self._over = self._over, []
+        self._unfilled.update(block for load in over for block in load.blocks)
+        return {load.request for load in over}
+
+    def unfilled(self) -> set[int]:
+        """Return the engine blocks that loads were to fill and did not, since the last call."""
+        blocks, self._unfilled = self._unfilled, set()
+        return blocks
+
+
+class Worker:
+    """The worker's part.
+
+    Args:
+        kept: the engine's KV.
+        client: of the sidecar, with its arena.
+        executor: has lanes "load" and "save" of one thread each.
+        layout: of the engine's registered tensors.
+        device: where they are.
+        edge: counts what goes wrong in a lane.
+    """
+
+    def __init__(
+        self,
+        kept: Kept,
+        client: Client,
+        executor: Executor,
+        layout: Layout,
+        device: torch.device,
+        edge: Edge,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._kept = kept
+        self._client = client
+        self._executor = executor
+        self._layout = layout
+        self._edge = edge
+        self._reader = UnitCopier(kept.identity, kept.part, device)
+        self._writer = UnitCopier(kept.identity, kept.part, device)
+        self._saving: list[_Saving] = []
+        self._over: deque[tuple[str, Sequence[int]]] = deque()
+        """Loads that are over, by any outcome, with the engine blocks that were not filled."""
+        self._unfilled: set[int] = set()
+
+    def fence(self, plan: StepPlan) -> None:
+        """Let no save read a block that the step writes; waits for the copy of one block at most.
+
+        Idempotent; called before anything of the step is written.
+        """
+        self._saving = [saving for saving in self._saving if saving.left]
+        for saving in self._saving:
+            if saving.give_up(plan.overwritten):
+                self.counters["saves_cut_short"] += 1
+
+    def begin_loads(self, loads: Sequence[Load]) -> None:
+        """Queue loads; each will be among `ended` once."""
+        for load in loads:
+            self._executor.submit("load", partial(self._load, load))
+
+    def begin_saves(self, saves: Sequence[Save]) -> None:
+        """Queue saves of what the step that just ran has written."""
+        for save in saves:
+            saving = _Saving(save)
+            self._saving.append(saving)
+            self._executor.submit("save", partial(self._save, saving))
+
+    def ended(self) -> set[str]:
+        """Return the requests whose loads are over since the last call."""
+        names: set[str] = set()
+        while self._over:
+            name, unfilled = self._over.popleft()
+            names.add(name)
+            self._unfilled.update(unfilled)
+        return names
+
+    def unfilled(self) -> set[int]:
+        """Return the engine blocks that loads were to fill and did not, since the last call."""
+        blocks, self._unfilled = self._unfilled, set()
+        return blocks
+
+    def _load(self, load: Load) -> None:
+        filled = 0
+        try:
+            filled = self._edge.shield("load", lambda: self._fill(load), 0)
+        finally:
+            self.counters["loaded_blocks"] += filled
+            self.counters["load_failed"] += filled < len(load.blocks)
+            self._over.append((load.request, load.blocks[filled:]))
+
+    def _fill(self, load: Load) -> int:
+        """Return how many engine blocks of a load hold what they should, from the first on."""
+        call = self._kept.match_call(load.keys, 0.0, PrefillCost())
+        if time.monotonic() > load.deadline:
+            self.counters["load_late"] += 1
+            return 0
+        transfer = self._client.claim(load.match, load.start, call)
+        if transfer is None:
+            return 0
+        with transfer:
+            return self._read(transfer, load, call)
+
+    def _read(self, transfer: Transfer, load: Load, call: MatchCall) -> int:
+        ratio, read = self._kept.ratio, 0
+        for number, header in enumerate(transfer.headers()):
+            first = max(number * ratio - load.skip, 0)
+            blocks = load.blocks[first : (number + 1) * ratio - load.skip]
+            views = self._layout.views(blocks, load.skip if number == 0 else 0)
+            late = time.monotonic() > load.deadline
+            self.counters["load_late"] += late
+            if late or not self._reader.read(transfer, number, header, views):
+                break
+            read = number + 1
+        sound = transfer.intact(read)
+        assert sound <= len(call.keys) // KEY_BYTES
+        return min(max(sound * ratio - load.skip, 0), len(load.blocks))
+
+    def _save(self, saving: _Saving) -> None:
+        self._edge.shield("save", lambda: self._offer(saving), None)
+        saving.left = set()
+
+    def _offer(self, saving: _Saving) -> None:
+        reservation = self._client.put(self._kept.put_call(saving.save.keys))
+        if reservation is None:
+            return
+        try:
+            lengths = self._write(saving, reservation)
+            self.counters["saved_blocks"] += reservation.commit(lengths)
+        finally:
+            reservation.abort()
+
+    def _write(self, saving: _Saving, reservation: Reservation) -> list[int]:
+        """Return payload bytes of the reservation's units, 0 from the first that was lost on."""
+        profile, ratio = profile_of(reservation.profile), self._kept.ratio
+        lengths = [0] * len(reservation.units)
+        wanted = [saving.save.blocks[unit * ratio :][:ratio] for unit in reservation.units]
+        with saving.guard:
+            saving.left = set().union(*wanted)
+        for index, blocks in enumerate(wanted):
+            with saving.guard:
+                if saving.lost.intersection(blocks):
+                    break
+                lengths[index] = self._writer.write(
+                    self._layout.views(blocks, 0), profile, reservation.payload(index)
+                )
+                saving.left.difference_update(blocks)
+        return lengths

@@ -1,0 +1,259 @@
+"""Both sides of the vLLM connector over a real store, with an engine that betrays a wrong block."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vllm_double import EngineDouble, kept_of, over, prompts
+from tierkv.cache import TierKV
+from tierkv.errors import TierKVError
+from tierkv.settings import Settings
+from tierkv.tiers.host import HostSettings
+from tierkv_connectors.vllm import worker as worker_module
+from tierkv_connectors.vllm.kept import block_tokens, options_of
+from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+
+ENGINE, STORE = 4, 16
+"""Tokens of an engine block and of a store block."""
+
+
+@pytest.fixture
+def store() -> Iterator[TierKV]:
+    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
+    yield store
+    store.close(0.0)
+
+
+@pytest.fixture
+def engine(store: TierKV) -> Iterator[EngineDouble]:
+    engine = over(store, kept_of(ENGINE, STORE), blocks=128)
+    yield engine
+    engine.settle()
+    engine.close()
+    assert not engine.edge.failures
+
+
+def holds(store: TierKV) -> tuple[int, int, int]:
+    answers: list[dict[str, Any]] = []
+    from tierkv.calls import StatCall
+
+    store.stat(StatCall(), answers.append)
+    held = answers[0]["holds"]
+    return held["matches"], held["transfers"], held["reservations"]
+
+
+def test_what_one_engine_computes_another_loads(store: TierKV, engine: EngineDouble) -> None:
+    (prompt,) = zip(prompts(1, 100), range(1), strict=False)
+    tokens = prompt[0]
+    assert engine.run(tokens).external == 0
+    engine.settle()
+    other = over(store, engine.kept, blocks=64)
+    assert other.run(tokens).external == 96
+    assert other.run(tokens[:50]).external == 48
+    other.settle()
+    assert other.worker.counters["saved_blocks"] == 0, "known blocks are not copied again"
+    other.close()
+    assert holds(store) == (0, 0, 0)
+
+
+def test_answers_are_kept_too(engine: EngineDouble) -> None:
+    tokens = next(prompts(2, 40))
+    first = engine.run(tokens, new=60)
+    engine.settle()
+    assert engine.run([*first.all_token_ids, 5]).external == 96
+
+
+@pytest.mark.parametrize("length", [16, 15, 17, 32, 31, 33, 1, 0])
+def test_r10_a_token_is_left_to_compute(engine: EngineDouble, length: int) -> None:
+    tokens = next(prompts(3, 48))
+    engine.run(tokens)
+    engine.settle()
+    found = engine.run(tokens[:length]).external if length else 0
+    assert found == max(length - 1, 0) // STORE * STORE
+
+
+@pytest.mark.parametrize("have", [260, 511, 512])
+@pytest.mark.parametrize("local", [0, 16, 32, 240, 256, 272])
+def test_r09_loads_begin_where_the_engine_ends(store: TierKV, local: int, have: int) -> None:
+    """The engine's hits are whole blocks of its own: 16 tokens, where the store's have 256."""
+    kept = kept_of(16, 256)
+    engine = over(store, kept, blocks=128)
+    tokens = next(prompts(4, 600))
+    engine.run(tokens[:have])
+    engine.settle()
+    found = engine.run(tokens, local=local).external
+    assert found == max(have // 256 * 256 - local, 0)
+    engine.settle()
+    engine.close()
+    assert not engine.edge.failures
+
+
+def test_r07_nothing_is_saved_before_it_was_computed(
+    engine: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves are slow, blocks are given to others at once, steps go on: no wrong value is stored."""
+    original = worker_module.Worker._write
+
+    def slow(self: Any, saving: Any, reservation: Any) -> list[int]:
+        time.sleep(0.03)
+        return original(self, saving, reservation)
+
+    monkeypatch.setattr(worker_module.Worker, "_write", slow)
+    many = [tokens for tokens, _ in zip(prompts(5, 90), range(40), strict=False)]
+    for tokens in many:
+        engine.run(tokens)
+    engine.settle()
+    monkeypatch.undo()
+    loaded = [engine.run(tokens).external for tokens in many]
+    assert sum(loaded) > 0
+    assert engine.worker.counters["saves_cut_short"] > 0, "the fence had something to do"
+
+
+def test_r11_lost_between_match_and_load(store: TierKV, engine: EngineDouble) -> None:
+    from tierkv.calls import ClearCall
+
+    tokens = next(prompts(6, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.settle()
+    store.clear(ClearCall(namespace="default"), lambda _: None)
+    engine.admit(request)
+    assert request.external == 96
+    computed = engine.wait(request, request.external)
+    assert computed == 0
+    engine.compute(request, computed)
+    engine.check(request)
+    engine.end(request)
+    assert engine.worker.counters["load_failed"] == 1
+
+
+def test_r12_a_load_that_comes_too_late_is_computed(store: TierKV) -> None:
+    engine = over(store, kept_of(ENGINE, STORE, deadline_s=0.2), blocks=128)
+    tokens = next(prompts(7, 100))
+    engine.run(tokens)
+    engine.settle()
+    hangs = threading.Event()
+    engine.threads.submit("load", lambda: hangs.wait(0.4) and None)
+    request = engine.run(tokens)
+    assert request.external == 96
+    assert engine.worker.counters["load_late"] == 1
+    engine.settle()
+    engine.close()
+
+
+def test_r13_both_sides_fall_back_together(engine: EngineDouble) -> None:
+    """A worker that cannot deliver reports it, and the scheduler's length is what is left."""
+    tokens = next(prompts(8, 100))
+    engine.run(tokens)
+    engine.settle()
+    client = engine.worker._client
+    claim, client.claim = client.claim, lambda *_: None  # type: ignore[method-assign]
+    assert engine.run(tokens).external == 96
+    client.claim = claim  # type: ignore[method-assign]
+    assert engine.run(tokens).external == 96
+
+
+def test_r14_looked_up_and_never_fetched(store: TierKV, engine: EngineDouble) -> None:
+    tokens = next(prompts(9, 100))
+    engine.run(tokens)
+    engine.settle()
+    for _ in range(8):
+        request = engine.ask(tokens)
+        engine.scheduler.ended(request)  # aborted before it was scheduled
+    engine.settle()
+    assert holds(store)[0] == 0
+    request = engine.ask(tokens)
+    engine.settle()
+    assert holds(store)[0] == 1
+    engine.scheduler.allocated(request, [1] * 25, 0)  # vLLM wants nothing of it
+    assert holds(store)[0] == 0
+    engine.scheduler.ended(request)
+
+
+def test_a_request_aborted_while_it_loads_is_still_reported(
+    store: TierKV, engine: EngineDouble
+) -> None:
+    tokens = next(prompts(10, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.admit(request)
+    engine.scheduler.ended(request)
+    engine.wait(request, request.external)
+    assert holds(store) == (0, 0, 0)
+    assert not engine.scheduler._requests
+
+
+def test_an_answer_that_waited_too_long_is_asked_for_again(store: TierKV) -> None:
+    engine = over(store, kept_of(ENGINE, STORE, deadline_s=0.2), blocks=128)
+    tokens = next(prompts(11, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.settle()
+    time.sleep(0.3)  # the request waits for memory meanwhile
+    engine.admit(request)
+    computed = engine.wait(request, request.external)
+    assert computed == 96
+    engine.compute(request, computed)
+    engine.check(request)
+    engine.end(request)
+    engine.settle()
+    engine.close()
+
+
+def test_a_worker_that_keeps_nothing_reports_every_load() -> None:
+    nothing = worker_module.NoWorker()
+    load = Load("r", 1, 0, bytes(32), 0, (3, 4), 0.0)
+    nothing.fence(StepPlan())
+    nothing.begin_loads([load])
+    nothing.begin_saves([Save(b"", ())])
+    assert nothing.ended() == {"r"}
+    assert nothing.unfilled() == {3, 4}
+    assert nothing.ended() == nothing.unfilled() == set()
+
+
+def test_a_step_that_could_not_be_planned_stops_every_save(engine: EngineDouble) -> None:
+    hangs = threading.Event()
+    engine.threads.submit("save", lambda: hangs.wait(30) and None)
+    tokens = next(prompts(12, 100))
+    engine.run(tokens)
+    engine.worker.fence(StepPlan(overwritten=None))
+    hangs.set()
+    engine.settle()
+    assert engine.worker.counters["saved_blocks"] == 0
+
+
+def test_no_store_is_no_hit_and_no_harm(store: TierKV, engine: EngineDouble) -> None:
+    tokens = next(prompts(13, 100))
+    engine.run(tokens)
+    engine.settle()
+    engine.scheduler._client.close()
+    engine.worker._client.close()
+    assert engine.run(tokens).external == 0
+
+
+def test_what_computing_costs_is_learnt_and_decides(engine: EngineDouble) -> None:
+    tokens = next(prompts(14, 100))
+    engine.run(tokens)
+    engine.settle()
+    engine.scheduler.cost.linear = 1e-12  # computing is all but free
+    assert engine.run(tokens).external == 0
+    engine.scheduler.cost.linear = 1.0
+    assert engine.run(tokens).external == 96
+
+
+def test_options() -> None:
+    assert options_of({"socket": "x", "deadline_s": 2}).deadline_s == 2.0
+    for wrong in ({"sokcet": "x"}, {"deadline_s": "soon"}):
+        with pytest.raises(TierKVError, match=r"kv_connector_extra_config.*it may have socket,"):
+            options_of(wrong)
+    assert [block_tokens(*pair) for pair in ((16, 0), (128, 0), (96, 0), (16, 64))] == [
+        128, 128, 192, 64,
+    ]  # fmt: skip
+    with pytest.raises(TierKVError, match="multiple of 16"):
+        block_tokens(16, 100)
