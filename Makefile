@@ -5,17 +5,18 @@ PYTEST := .venv/bin/pytest
 CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
 .DEFAULT_GOAL := setup
-.PHONY: setup redis model demo test check sim bench gpu
+.PHONY: setup redis model vllm demo test check sim bench gpu
 
 setup: .venv/stamp redis ## a virtual environment with everything, and redis-server
 .venv/stamp: pyproject.toml tools/setup.sh ; @tools/setup.sh venv && touch $@
 redis: ; @tools/setup.sh redis
 model: .venv/stamp ; @tools/setup.sh model
+vllm: ; @tools/setup.sh vllm
 
 demo: setup model ## the demo on a small real model; JSON=1 prints only JSON
 	@.venv/bin/tierkv demo $(if $(filter 1,$(JSON)),--json)
 
-test: setup model ## every test that can run here; what is skipped says why
+test: setup model vllm ## every test that can run here; what is skipped says why
 	$(PYTEST) -ra
 
 check: .venv/stamp ## format, lint, types, and the tidy rules

@@ -1,0 +1,79 @@
+"""The process of a real vLLM for tests: one JSON request a line on stdin, one answer on stdout.
+
+Runs in vLLM's own virtual environment (`vllm_engine.py` starts it); the first line is LLM's
+options, and its answer comes when the engine is ready. What vLLM prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+
+def take_pipes() -> tuple[Any, Any]:
+    """Return stdin and stdout, out of reach of vLLM's log and of its processes."""
+    requests, answers = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:  # noqa: PTH123 -- a descriptor is wanted
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return os.fdopen(requests), os.fdopen(answers, "w", buffering=1)
+
+
+def generate(llm: Any, prompts: list[dict[str, Any]], sampling: list[dict[str, Any]]) -> Any:
+    from vllm import SamplingParams
+
+    fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**fixed | one) for one in sampling]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        {
+            "tokens": list(answer.outputs[0].token_ids),
+            "cached": answer.num_cached_tokens,
+            "ttft_s": answer.metrics.first_token_latency,
+            "finish": answer.outputs[0].finish_reason,
+        }
+        for answer in answers
+    ]
+
+
+def metrics(llm: Any, prefix: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        labels = {name: text for name, text in metric.labels.items() if name not in SAME_FOR_ALL}
+        more = ",".join(f"{name}={text}" for name, text in sorted(labels.items()))
+        if metric.name.startswith(prefix) and hasattr(metric, "value"):
+            found[f"{metric.name}{{{more}}}" if more else metric.name] = metric.value
+    return found
+
+
+SAME_FOR_ALL = ("engine", "model_name")
+ACTIONS = {
+    "generate": generate,
+    "metrics": metrics,
+    "reset_prefix_cache": lambda llm, **options: llm.reset_prefix_cache(**options),
+}
+
+
+def main() -> None:
+    requests, answers = take_pipes()
+    llm: Any = None
+    for line in requests:
+        request = json.loads(line)
+        action = request.pop("do")
+        try:
+            if action == "start":
+                from vllm import LLM, __version__
+
+                llm, result = LLM(**request), __version__
+            else:
+                result = ACTIONS[action](llm, **request)
+        except Exception:  # noqa: BLE001 -- the test gets it, whatever it is
+            traceback.print_exc()
+            answers.write(json.dumps({"error": traceback.format_exc(limit=-3)}) + "\n")
+        else:
+            answers.write(json.dumps({"result": result}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
