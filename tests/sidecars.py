@@ -93,16 +93,18 @@ sys.exit(run(load(sys.argv[1])))
 
 
 class Process:
-    """A sidecar process over a small arena; `start` again after `kill` or `stop`."""
+    """A sidecar process over an arena; `start` again after `kill` or `stop`."""
 
-    def __init__(self, folder: Path, more: str = "", arena_wait_s: float = 10.0) -> None:
+    def __init__(
+        self, folder: Path, more: str = "", arena_wait_s: float = 10.0, host: str = "32MiB"
+    ) -> None:
         self.path = folder / "tierkv.sock"
         self.log = folder / "log"
         self._file = folder / "tierkv.toml"
         self._file.write_text(
             f'[socket]\npath = "{self.path}"\narena_wait = {arena_wait_s}\n'
-            '[host]\nsize = "32MiB"\n[http]\nenabled = false\n'
-            f'[store]\ngrace = "1s"\n{more}'
+            f'[host]\nsize = "{host}"\n[http]\nenabled = false\n'
+            f'[store]\ngrace = "10s"\n{more}'
         )
 
     def start(self, *, wait: bool = True, before: str = "") -> None:
