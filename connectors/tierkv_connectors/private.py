@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -28,19 +29,29 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
 
 
+def private_socket(name: str) -> Path:
+    """Return where the private sidecar of this name listens; names are hard to guess."""
+    return Path(tempfile.gettempdir()) / f"tierkv-{name}" / "tierkv.sock"
+
+
 class PrivateSidecar:
     """A child that serves at `path`, a socket in a directory of its own.
 
     Args:
         settings: of the store; socket and HTTP are decided here.
+        name: what others that know it find the socket by (`private_socket`); "": nobody does.
         start_s: how long it may take to listen.
 
     Raises:
         TierKVError: it does not start; its own message is on standard error.
     """
 
-    def __init__(self, settings: Settings, *, start_s: float = START_S) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="tierkv-")) / "tierkv.sock"
+    def __init__(self, settings: Settings, name: str = "", *, start_s: float = START_S) -> None:
+        self.path = private_socket(name or uuid.uuid4().hex)
+        try:
+            self.path.parent.mkdir(mode=0o700)
+        except OSError as error:
+            raise unavailable(f"cannot make {self.path.parent}: {error.strerror}") from error
         replace = msgspec.structs.replace
         settings = replace(
             settings,

@@ -29,13 +29,17 @@ def prompt(count: int, seed: int = 1, start: int = 0) -> list[int]:
     return [100 + (seed * 7919 + number * 104729) % 40000 for number in range(start, count)]
 
 
+WAITS = {"deadline_s": 60.0, "timeout_s": 10.0}
+"""Longer than any machine that is busy with other things may need."""
+
+
 def config(sidecar: Process, **options: Any) -> dict[str, Any]:
     return {
         "kv_connector": "TierKVConnector",
         "kv_connector_module_path": "tierkv_connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(sidecar.path), **options},
+        "kv_connector_extra_config": {"socket": str(sidecar.path), **WAITS, **options},
     }
 
 
@@ -94,7 +98,7 @@ def cold(sidecar: Process, model_dir: Path) -> list[int]:
 def engine(sidecar: Process, cold: list[int], model_dir: Path) -> Iterator[Engine]:
     """Start a second engine, which computes in pieces and keeps no prefixes of its own."""
     log = sidecar.log.with_name("second.log")
-    options = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
     with Engine(model_dir, log, config(sidecar), **options) as engine:
         yield engine
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,9 @@ from tierkv.client import Client
 from tierkv.errors import TierKVError
 from tierkv.executor import Threads
 from tierkv.part import Part
-from tierkv.settings import client_socket
+from tierkv.settings import Settings, client_socket, load
 from tierkv_connectors.edge import Edge
+from tierkv_connectors.private import PrivateSidecar, private_socket
 from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_connectors.vllm.identity import LoraNames, identity_of, request_extras
 from tierkv_connectors.vllm.kept import Kept, block_tokens, engine_name, options_of
@@ -66,7 +68,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Set up one side.
 
-        Raises: TierKVError (invalid) for options that do not exist or do not fit.
+        Raises: TierKVError: options that do not exist or do not fit; a private sidecar that does
+            not start.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -76,10 +79,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | NoWorker = NoWorker()
         self._threads: Threads | None = None
         self._client: Client | None = None
+        self._private: PrivateSidecar | None = None
         self._kept = self._edge.shield(
             "keep", lambda: self._keep(vllm_config, kv_cache_config), None
         )
         if self._kept is not None and role == KVConnectorRole.SCHEDULER:
+            if self._options.private:
+                self._private = PrivateSidecar(self._settings(), transfer.engine_id)
             self._client = self._connect(arena=False)
             self._threads = Threads({"lookup": LOOKUPS})
             extras_of = partial(request_extras, loras=LoraNames())
@@ -102,8 +108,14 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return Kept(identity, Part.whole(identity), engine_tokens, self._options)
 
+    def _settings(self) -> Settings:
+        return load(self._options.settings) if self._options.settings else Settings()
+
     def _connect(self, *, arena: bool) -> Client:
-        path = self._options.socket or client_socket()
+        if self._options.private:
+            path = private_socket(self._kv_transfer_config.engine_id)
+        else:
+            path = Path(self._options.socket or client_socket())
         channel = SidecarChannel(
             path, timeout_s=self._options.timeout_s, client=engine_name(), arena=arena
         )
@@ -260,3 +272,5 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._threads.close(self._options.timeout_s)
         if self._client is not None:
             self._client.close()
+        if self._private is not None:
+            self._private.close()

@@ -27,6 +27,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     socket: str = ""
+    private: bool = False
+    """Start a sidecar that ends with this engine, instead of using the one at `socket`."""
+    settings: str = ""
+    """Settings file of the private sidecar; "": the defaults."""
     namespace: str = "default"
     tokens_per_block: int = 0
     """0: the least multiple of the engine's block of at least 128 tokens."""
