@@ -6,7 +6,7 @@ in its blocks is compared with what computing the whole prompt gives.
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +58,7 @@ class Asked:
 
     request_id: str
     all_token_ids: list[int]
+    kv_transfer_params: Mapping[str, Any] | None = None
     block_ids: list[int] = field(default_factory=list)
     external: int = 0
     """Tokens that were loaded."""
@@ -93,14 +94,15 @@ class EngineDouble:
         )
         self._numbers = itertools.count()
 
-    def ask(self, tokens: Sequence[int]) -> Asked:
-        request = Asked(f"r{next(self._numbers)}", list(tokens))
+    def ask(self, tokens: Sequence[int], **wishes: object) -> Asked:
+        params = {"tierkv": wishes} if wishes else None
+        request = Asked(f"r{next(self._numbers)}", list(tokens), params)
         self.scheduler.arrived(request)
         return request
 
-    def run(self, tokens: Sequence[int], local: int = 0, new: int = 0) -> Asked:
+    def run(self, tokens: Sequence[int], local: int = 0, new: int = 0, **wishes: object) -> Asked:
         """Run a request to its end; `local` of its tokens are in the engine's own cache."""
-        request = self.ask(tokens)
+        request = self.ask(tokens, **wishes)
         self.admit(request, local)
         computed = self.wait(request, local + request.external)
         self.compute(request, computed, new)
@@ -131,10 +133,13 @@ class EngineDouble:
             assert time.monotonic() < until, "a load was never reported"
             time.sleep(0.001)
         unfilled = self.worker.unfilled()
-        self.scheduler.stepped(list(names))
-        self.scheduler.allocated(request, request.block_ids, 0)
+        self.scheduler.stepped(list(names), unfilled)
         bad = [index for index, block in enumerate(request.block_ids) if block in unfilled]
-        return min([promised, *(index * self.tokens for index in bad)])
+        computed = min([promised, *(index * self.tokens for index in bad)])
+        if not computed:  # vLLM asks again, and must not be sent round in circles
+            assert self.scheduler.matched(request, 0) == 0
+        self.scheduler.allocated(request, request.block_ids, 0)
+        return computed
 
     def compute(self, request: Asked, computed: int, new: int = 0) -> None:
         """Compute the rest in steps, then `new` tokens one by one."""
@@ -161,7 +166,7 @@ class EngineDouble:
         self.worker.begin_loads(plan.loads)
         self.worker.begin_saves(plan.saves)
         if running:
-            self.scheduler.stepped([])
+            self.scheduler.stepped([], frozenset())
         return plan
 
     def output(self, running: dict[str, tuple[Asked, int, int, bool]]) -> Any:

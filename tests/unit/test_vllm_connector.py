@@ -209,10 +209,10 @@ def test_an_answer_that_waited_too_long_is_asked_for_again(store: TierKV) -> Non
 
 def test_a_worker_that_keeps_nothing_reports_every_load() -> None:
     nothing = worker_module.NoWorker()
-    load = Load("r", 1, 0, bytes(32), 0, (3, 4), 0.0)
+    load = Load("r", 1, 0, bytes(32), bytes(32), 0, (3, 4), 0.0)
     nothing.fence(StepPlan())
     nothing.begin_loads([load])
-    nothing.begin_saves([Save(b"", ())])
+    nothing.begin_saves([Save(bytes(32), b"", ())])
     assert nothing.ended() == {"r"}
     assert nothing.unfilled() == {3, 4}
     assert not nothing.ended()
@@ -247,6 +247,39 @@ def test_what_computing_costs_is_learnt_and_decides(engine: EngineDouble) -> Non
     assert engine.run(tokens).external == 0
     engine.scheduler.cost.linear = 1.0
     assert engine.run(tokens).external == 96
+
+
+def test_a_request_may_ask_not_to_be_kept(engine: EngineDouble) -> None:
+    tokens = next(prompts(15, 100))
+    engine.run(tokens, store=False)
+    engine.settle()
+    assert engine.run(tokens).external == 0
+    engine.settle()
+    assert engine.run(tokens, store=False).external == 96
+    with pytest.raises(TierKVError, match=r"unknown field `keep`; it may have store"):
+        engine.ask(tokens, keep=True)
+
+
+def test_a_reset_leaves_nothing_to_find(engine: EngineDouble) -> None:
+    tokens = next(prompts(16, 100))
+    engine.run(tokens)
+    engine.settle()
+    for _ in range(2):
+        engine.scheduler.reset()
+        assert engine.run(tokens).external == 0
+        engine.settle()
+        assert engine.run(tokens).external == 96
+
+
+def test_an_answer_says_where_its_tokens_came_from(engine: EngineDouble) -> None:
+    tokens = next(prompts(17, 100))
+    request = engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.admit(request, 8)
+    assert engine.scheduler.sources(request) == {"host": 88}
+    engine.compute(request, engine.wait(request, 96))
+    assert engine.scheduler.ended(request) == {"host": 88}
 
 
 def test_options() -> None:

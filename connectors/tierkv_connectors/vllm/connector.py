@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 LOOKUPS = 4
 """Questions to the sidecar under way at once; one may wait for a stage as long as its deadline."""
 
+_SOURCES = {"host": "host", "nvme": "disk"}
 _CAREFUL = StepPlan(overwritten=None)
 """Of a step that could not be planned: nothing is loaded or saved, and saves stop."""
 
@@ -238,24 +240,50 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Hear what became of loads."""
         scheduler, received = self._scheduler, connector_output.finished_recving or ()
+        unfilled = connector_output.invalid_block_ids or frozenset()
         if scheduler is not None:
-            self._edge.shield("stepped", lambda: scheduler.stepped(list(received)), None)
+            self._edge.shield("stepped", lambda: scheduler.stepped(received, unfilled), None)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks need not be kept for us."""
+        """Forget a request; its blocks need not be kept for us.
+
+        Its answer says in `kv_transfer_params` what was loaded for it.
+        """
         del block_ids
-        scheduler = self._scheduler
-        if scheduler is not None:
-            self._edge.shield("ended", lambda: scheduler.ended(request), None)
-        return False, None
+        scheduler, nothing = self._scheduler, dict[str, int]()
+        if scheduler is None:
+            return False, None
+        sources = self._edge.shield("ended", lambda: scheduler.ended(request), nothing)
+        return False, {"tierkv": {"loaded_tokens": sources}} if sources else None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks need not be kept for us."""
         return self.request_finished(request, block_ids[0])
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict["CacheHitSource", int]:
+        """Tell vLLM's metrics where loaded tokens come from; asked by versions that know."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        scheduler, found = self._scheduler, dict[CacheHitSource, int]()
+        for tier, tokens in (scheduler.sources(request) if scheduler is not None else {}).items():
+            source = CacheHitSource(_SOURCES.get(tier, "external_unspecified"))
+            found[source] = found.get(source, 0) + tokens
+        assert sum(found.values()) == num_external_tokens
+        return found
+
+    def reset_cache(self) -> bool | None:
+        """Find nothing of what was kept until now; other engines' blocks stay theirs."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        scheduler.reset()
+        return True
 
     def take_events(self) -> Iterable[Any]:
         """Return no events."""

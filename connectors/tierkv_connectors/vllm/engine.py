@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Request(Protocol):
     """vLLM's Request."""
 
     request_id: str
+    kv_transfer_params: Mapping[str, Any] | None
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,22 @@ def options_of(extra: Mapping[str, Any]) -> Options:
         raise invalid(f"kv_connector_extra_config: {error}; it may have {known}") from None
 
 
+class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_transfer_params["tierkv"]` of one request."""
+
+    store: bool = True
+    """False: nothing of this request is kept."""
+
+
+def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
+    """Return a request's wishes. Raises: TierKVError (invalid) naming the wrong one."""
+    try:
+        return msgspec.convert((params or {}).get("tierkv", {}), Wishes)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Wishes.__struct_fields__)
+        raise invalid(f'kv_transfer_params["tierkv"]: {error}; it may have {known}') from None
+
+
 def block_tokens(engine_tokens: int, wanted: int) -> int:
     """Return the tokens of a store block: a multiple of the engine's.
 
@@ -91,17 +107,22 @@ class Kept:
         """Raw bytes of a store block."""
         return self.part.raw_bytes(self.identity)
 
-    def root(self, extras: Extras) -> bytes:
+    def fingerprint(self, epoch: int) -> bytes:
+        """Return the identity's fingerprint in a later epoch: what was kept before is not found."""
+        return msgspec.structs.replace(self.identity, epoch=epoch).fingerprint
+
+    def root(self, fingerprint: bytes, extras: Extras) -> bytes:
         """Return the parent of the first block of a request with these extras."""
         # The namespace too: what another tenant stores must not stand in this one's place.
-        named = {**extras, "namespace": self.options.namespace}
-        return root_key(self.identity.fingerprint, named)
+        return root_key(fingerprint, {**extras, "namespace": self.options.namespace})
 
-    def match_call(self, keys: bytes, deadline_s: float, cost: PrefillCost) -> MatchCall:
+    def match_call(
+        self, fingerprint: bytes, keys: bytes, deadline_s: float, cost: PrefillCost
+    ) -> MatchCall:
         """Return the question for a chain."""
         return MatchCall(
             namespace=self.options.namespace,
-            fingerprint=self.identity.fingerprint,
+            fingerprint=fingerprint,
             keys=keys,
             parts=self.part.pack(),
             fidelity=self.fidelity,
@@ -113,11 +134,11 @@ class Kept:
             deadline_s=deadline_s,
         )
 
-    def put_call(self, keys: bytes) -> PutCall:
+    def put_call(self, fingerprint: bytes, keys: bytes) -> PutCall:
         """Return the offer of a chain."""
         return PutCall(
             namespace=self.options.namespace,
-            fingerprint=self.identity.fingerprint,
+            fingerprint=fingerprint,
             keys=keys,
             parts=self.part.pack(),
             raw_bytes=self.raw_bytes.to_bytes(8, "little"),

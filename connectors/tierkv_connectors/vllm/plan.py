@@ -15,6 +15,8 @@ class Load:
     match: int
     start: int
     """First store block."""
+    fingerprint: bytes
+    """Of the identity that the keys belong to."""
     keys: bytes
     """Of the store blocks, n x 32."""
     skip: int
@@ -29,6 +31,7 @@ class Load:
 class Save:
     """Offer the sealed store blocks of a chain from its first one on."""
 
+    fingerprint: bytes
     keys: bytes
     blocks: tuple[int, ...]
     """Engine blocks that hold them, in order."""

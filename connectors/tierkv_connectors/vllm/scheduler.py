@@ -7,7 +7,8 @@ attempt to schedule it. A lease is held from the answer until the load is done, 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.vllm.engine import Output, Request
-from tierkv_connectors.vllm.kept import Kept
+from tierkv_connectors.vllm.kept import Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 WAIT_S = 0.0008
@@ -62,7 +63,9 @@ class _Request:
     """What is known of one request until vLLM is done with it."""
 
     request: Request
+    fingerprint: bytes
     root: bytes
+    store: bool
     keys: bytes = b""
     blocks: list[int] = field(default_factory=list)
     offered: int = 0
@@ -70,6 +73,12 @@ class _Request:
     lookup: _Lookup | None = None
     loading: int = 0
     """Number of the match that is being loaded from."""
+    filling: frozenset[int] = frozenset()
+    """Engine blocks that it fills."""
+    failed: bool = False
+    """A load did not fill all that it should: what is missing is computed, not loaded again."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Tokens of its loads by the tier they came from."""
     finished: bool = False
 
 
@@ -89,6 +98,7 @@ class Scheduler:
         self._client = client
         self._executor = executor
         self._extras_of = extras_of
+        self._fingerprint = kept.identity.fingerprint
         self._requests: dict[str, _Request] = {}
         self._loads: list[Load] = []
         self._prefill: tuple[int, int, float] | None = None
@@ -99,7 +109,9 @@ class Scheduler:
         name = request.request_id
         extras = None if name in self._requests else self._extras_of(request)
         if extras is not None:
-            self._requests[name] = held = _Request(request, self._kept.root(extras))
+            store = self._kept.options.save and wishes_of(request.kv_transfer_params).store
+            root = self._kept.root(self._fingerprint, extras)
+            self._requests[name] = held = _Request(request, self._fingerprint, root, store)
             self._look(held)
 
     def matched(self, request: Request, computed: int) -> int | None:
@@ -109,7 +121,7 @@ class Scheduler:
         """
         self.arrived(request)
         held = self._requests.get(request.request_id)
-        if held is None or held.loading:
+        if held is None or held.loading or held.failed:
             return 0
         lookup = held.lookup or self._look(held)
         if not lookup.answered.wait(WAIT_S):
@@ -144,16 +156,18 @@ class Scheduler:
         kept, first = self._kept, lookup.computed
         start, stop = first // kept.tokens, -(-(first + external) // kept.tokens)
         held.loading = lookup.reply.match
+        held.sources = self._sources(lookup.reply, external)
+        wanted = blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
+        held.filling = frozenset(wanted)
         self._loads.append(
             Load(
                 request=request.request_id,
                 match=lookup.reply.match,
                 start=start,
+                fingerprint=held.fingerprint,
                 keys=lookup.keys[start * KEY_BYTES : stop * KEY_BYTES],
                 skip=(first - start * kept.tokens) // kept.engine_tokens,
-                blocks=tuple(
-                    blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
-                ),
+                blocks=tuple(wanted),
                 deadline=time.monotonic() + kept.options.deadline_s,
             )
         )
@@ -161,7 +175,7 @@ class Scheduler:
 
     def fail(self, request: Request, blocks: Sequence[int]) -> None:
         """Let a load that was promised and could not be planned be reported as not filled."""
-        nothing = Load(request.request_id, 0, 0, b"", 0, tuple(blocks), 0.0)
+        nothing = Load(request.request_id, 0, 0, b"", b"", 0, tuple(blocks), 0.0)
         self._loads.append(nothing)
 
     def step(self, output: Output) -> StepPlan:
@@ -192,8 +206,16 @@ class Scheduler:
         self._note_prefill(output)
         return StepPlan(loads, tuple(saves), frozenset(overwritten))
 
-    def stepped(self, received: Sequence[str]) -> None:
-        """Hear that a step has ended, and of the requests whose loads are over."""
+    def stepped(self, received: Iterable[str], unfilled: AbstractSet[int]) -> None:
+        """Hear that a step has ended.
+
+        Args:
+            received: requests whose loads are over.
+            unfilled: engine blocks that loads did not fill.
+        """
+        if unfilled:
+            for held in self._requests.values():
+                held.failed |= not unfilled.isdisjoint(held.filling)
         if self._prefill is not None:
             position, tokens, start = self._prefill
             self.cost.observe(position, tokens, time.monotonic() - start)
@@ -202,19 +224,32 @@ class Scheduler:
             held = self._requests.get(name)
             if held is not None:
                 self._client.release(held.loading)
-                held.loading = 0
+                held.loading, held.filling = 0, frozenset()
                 if held.finished:
                     del self._requests[name]
 
-    def ended(self, request: Request) -> None:
-        """Forget a request; one that is being loaded for is kept until that has been reported."""
+    def sources(self, request: Request) -> dict[str, int]:
+        """Return the tokens of a request's load by the tier they came from."""
+        held = self._requests.get(request.request_id)
+        return held.sources if held is not None else {}
+
+    def ended(self, request: Request) -> dict[str, int]:
+        """Forget a request; one that is being loaded for is kept until that has been reported.
+
+        Returns: what `sources` does.
+        """
         held = self._requests.get(request.request_id)
         if held is None:
-            return
+            return {}
         self._forget(held)
         held.finished = True
         if not held.loading:
             del self._requests[request.request_id]
+        return held.sources
+
+    def reset(self) -> None:
+        """Find nothing any more of what was kept until now: the weights may be others."""
+        self._fingerprint = self._kept.fingerprint(time.time_ns())
 
     def _look(self, held: _Request) -> _Lookup:
         held.lookup = lookup = _Lookup()
@@ -232,7 +267,8 @@ class Scheduler:
         try:
             lookup.keys = keys = self._extended(held, known)
             usable = min((held.request.num_tokens - 1) // self._kept.tokens, MAX_UNITS)
-            call = self._kept.match_call(keys[: usable * KEY_BYTES], deadline_s, self.cost)
+            asked = keys[: usable * KEY_BYTES]
+            call = self._kept.match_call(held.fingerprint, asked, deadline_s, self.cost)
             reply = self._client.match(call)
             if reply.pending:
                 reply = self._client.wait(reply.match, deadline_s)
@@ -253,6 +289,16 @@ class Scheduler:
         """Return whether loading beats computing, as far as both are known."""
         return not reply.recompute_s or reply.load_s < reply.recompute_s
 
+    def _sources(self, reply: MatchReply, tokens: int) -> dict[str, int]:
+        """Spread loaded tokens over the tiers that a match names, the last one cut short."""
+        found = {}
+        for tier, blocks in reply.sources.items():
+            count = min(blocks * self._kept.tokens, tokens)
+            tokens -= count
+            if count:
+                found[tier] = count
+        return found
+
     def _forget(self, held: _Request) -> None:
         """End the lease of an answer that is not used, now or when it comes."""
         lookup, held.lookup = held.lookup, None
@@ -264,12 +310,13 @@ class Scheduler:
         kept = self._kept
         done = computed + output.num_scheduled_tokens[held.request.request_id]
         sealed = min(done, len(held.request.all_token_ids)) // kept.tokens
-        if not kept.options.save or sealed <= held.offered:
+        if not held.store or sealed <= held.offered:
             return
         held.keys = self._extended(held, held.keys)
         held.offered = sealed
         saves.append(
             Save(
+                fingerprint=held.fingerprint,
                 keys=held.keys[: sealed * KEY_BYTES],
                 blocks=tuple(held.blocks[: sealed * kept.ratio]),
             )

@@ -155,7 +155,7 @@ class Worker:
 
     def _fill(self, load: Load) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
-        call = self._kept.match_call(load.keys, 0.0, PrefillCost())
+        call = self._kept.match_call(load.fingerprint, load.keys, 0.0, PrefillCost())
         if time.monotonic() > load.deadline:
             self.counters["load_late"] += 1
             return 0
@@ -185,7 +185,9 @@ class Worker:
         saving.left = set()
 
     def _offer(self, saving: _Saving) -> None:
-        reservation = self._client.put(self._kept.put_call(saving.save.keys))
+        reservation = self._client.put(
+            self._kept.put_call(saving.save.fingerprint, saving.save.keys)
+        )
         if reservation is None:
             return
         try:
