@@ -214,8 +214,8 @@ class Scheduler:
             unfilled: engine blocks that loads did not fill.
         """
         if unfilled:
-            for held in self._requests.values():
-                held.failed |= not unfilled.isdisjoint(held.filling)
+            for one in self._requests.values():
+                one.failed |= not unfilled.isdisjoint(one.filling)
         if self._prefill is not None:
             position, tokens, start = self._prefill
             self.cost.observe(position, tokens, time.monotonic() - start)
