@@ -10,6 +10,7 @@ its instruction set). Shapes only confirm: what does not fit is refused with the
     block, kv      [block, 2, token, head, dim]
     CPU, vec       fused by its shape; inside a block and head lie K as [dim, token], V as
                    [token, dim]
+    CPU, amx       fused by its shape; inside lie tiles, see `_amx_tiles`
 
 When all layers lie in one storage at one distance (vLLM 0.32 and later), a block is copied for all
 layers at once; else layer by layer.
@@ -175,6 +176,21 @@ def _keys_transposed(tensor: torch.Tensor, geometry: _Geometry) -> Halves:
     )
 
 
+def _amx_tiles(tensor: torch.Tensor, geometry: _Geometry) -> Halves:
+    """Undo what AMX multiplies: 16 columns of two neighbours each.
+
+    They are neighbours along the dim in keys, along the token in values.
+    """
+    if geometry.dtype.itemsize != 2:  # noqa: PLR2004 -- a column is four bytes
+        raise invalid(f"AMX tiles of {geometry.dtype} are not supported")
+    rows, heads, tokens, dim = geometry.rows, geometry.heads, geometry.row_tokens, geometry.dim
+    keys, values = _dense(tensor, geometry).unbind(2)
+    return (
+        keys.view(rows, heads, tokens // 16, dim // 2, 16, 2).permute(0, 2, 4, 1, 3, 5),
+        values.view(rows, heads, dim // 16, tokens // 2, 16, 2).permute(0, 3, 5, 1, 2, 4),
+    )
+
+
 def _dense(tensor: torch.Tensor, geometry: _Geometry) -> torch.Tensor:
     """Return the tensor as [row, head, K/V, all of the half]."""
     if tensor.stride()[2:] != (2 * geometry.dim, 1):
@@ -195,6 +211,7 @@ _ARRANGEMENTS: Mapping[Attention, Sequence[_Arrangement]] = {
     Attention("FLASHINFER"): _BY_STRIDES,
     Attention("FLEX_ATTENTION"): _BY_STRIDES,
     Attention("TRITON_ATTN"): _BY_STRIDES,
+    Attention(_CPU, "amx"): (_Arrangement(_FUSED, _amx_tiles),),
     Attention(_CPU, "vec"): _TRANSPOSED,
     Attention(_CPU, "vec16"): _TRANSPOSED,
 }

@@ -1,0 +1,391 @@
+"""vLLM's KV tensors, made up in every arrangement: the layout finds the KV, or says why it cannot.
+
+Each arrangement is written here as an engine writes it, one vector of one token and head at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tierkv.errors import ErrorKind, TierKVError
+from tierkv_connectors.pages import gather, scatter
+from tierkv_connectors.vllm.layout import Attention, Layout, layout_of
+from tierkv_connectors.vllm.selftest import attention_of, self_test
+
+LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 6, 2, 32, 16
+FLASH = Attention("FLASH_ATTN")
+VEC = Attention("CPU_ATTN", "vec")
+AMX = Attention("CPU_ATTN", "amx")
+Put = Callable[[torch.Tensor, int, int, int, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = TOKENS
+    num_kv_heads: int = HEADS
+    head_size: int = DIM
+    dtype: torch.dtype = torch.bfloat16
+    head_size_v: int | None = DIM
+    kv_quant_mode: int = 0
+    tokens_per_state: int = 1
+    num_head_slots: int | None = None
+
+
+@dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class Engine:
+    """What vLLM would register; `put` writes keys and values of one (row, token, head)."""
+
+    tensors: list[torch.Tensor]
+    put: Put
+    attention: Attention
+    row_tokens: int = TOKENS
+    spec: FullAttentionSpec = field(default_factory=FullAttentionSpec)
+
+    def __post_init__(self) -> None:
+        self.names = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+        self.caches = dict(zip(self.names, self.tensors, strict=True))
+        group = SimpleNamespace(layer_names=self.names[::-1], kv_cache_spec=self.spec)
+        self.config: Any = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+
+    def layout(self) -> Layout:
+        return layout_of(self.config, self.caches, self.attention)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        for slot, keys, values in zip(slots.tolist(), key, value, strict=True):
+            row, token = divmod(slot, self.row_tokens)
+            for head in range(HEADS):
+                self.put(kv_cache, row, token, head, keys[head], values[head])
+
+    def attention_layers(self) -> Any:
+        kind = SimpleNamespace(get_name=lambda: self.attention.name)
+        layer = SimpleNamespace(attn_backend=kind, impl=self, isa=self.attention.isa)
+        return dict.fromkeys(self.names, layer)
+
+    def write(self, block_ids: list[int], block: torch.Tensor) -> None:
+        slots = torch.tensor([b * TOKENS + token for b in block_ids for token in range(TOKENS)])
+        for tensor, (keys, values) in zip(self.tensors, block, strict=True):
+            self.do_kv_cache_update(None, keys, values, tensor, slots)
+
+
+def put_fused(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    kv[row, head, token, :DIM] = k
+    kv[row, head, token, DIM:] = v
+
+
+def put_kv_first(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    kv[0, row, token, head] = k
+    kv[1, row, token, head] = v
+
+
+def put_kv_second(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    kv[row, 0, token, head] = k
+    kv[row, 1, token, head] = v
+
+
+def put_transposed(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    inside, tokens = kv[row, head].view(-1), kv.shape[2]
+    inside[token : tokens * DIM : tokens] = k
+    inside[(tokens + token) * DIM :][:DIM] = v
+
+
+def put_amx(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    inside, tokens = kv[row, head].view(-1), kv.shape[2]
+    for d in range(DIM):
+        tile, column = divmod(token, 16)
+        inside[tile * 16 * DIM + d // 2 * 32 + column * 2 + d % 2] = k[d]
+        tile, column = divmod(d, 16)
+        at = tile * 16 * tokens + token // 2 * 32 + column * 2 + token % 2
+        inside[tokens * DIM + at] = v[d]
+
+
+def one_storage(order: str, **sizes: int) -> list[torch.Tensor]:
+    """Make tensors [B, H, N, C] of the layers, in one storage with these axes in this order."""
+    all_sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * DIM} | sizes
+    whole = torch.zeros([all_sizes[axis] for axis in order], dtype=torch.bfloat16)
+    return list(whole.permute([order.index(axis) for axis in "LBHNC"]))
+
+
+def apart(*shape: int) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
+
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+MAKE: dict[str, Callable[[], Engine]] = {
+    "cpu": lambda: Engine(one_storage("LBHNC"), put_transposed, VEC),
+    "cpu apart": lambda: Engine(apart(BLOCKS, HEADS, TOKENS, 2 * DIM), put_transposed, VEC),
+    "cpu amx": lambda: Engine(one_storage("LBHNC"), put_amx, AMX),
+    "kv first": lambda: Engine(apart(2, BLOCKS, TOKENS, HEADS, DIM), put_kv_first, FLASH),
+    "kv second": lambda: Engine(apart(BLOCKS, 2, TOKENS, HEADS, DIM), put_kv_second, FLASH),
+    "kv second HND": lambda: Engine(
+        [kv.transpose(2, 3) for kv in apart(BLOCKS, 2, HEADS, TOKENS, DIM)], put_kv_second, FLASH
+    ),
+    "fused apart": lambda: Engine(apart(BLOCKS, HEADS, TOKENS, 2 * DIM), put_fused, FLASH),
+    "small rows": lambda: Engine(
+        one_storage("LBHNC", B=2 * BLOCKS, N=TOKENS // 2), put_fused, FLASH, TOKENS // 2
+    ),
+    "cpu small rows": lambda: Engine(
+        one_storage("LBHNC", B=2 * BLOCKS, N=TOKENS // 2), put_transposed, VEC, TOKENS // 2
+    ),
+} | {
+    order: lambda order=order: Engine(one_storage(order), put_fused, FLASH)  # type: ignore[misc]
+    for order in ORDERS
+}
+IDS = ([4, 1, 2, 5], [3], [1, 2, 3, 4])
+
+
+def pattern(blocks: int, seed: int = 0) -> torch.Tensor:
+    shape = (LAYERS, 2, blocks * TOKENS, HEADS, DIM)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+@pytest.fixture(params=MAKE.values(), ids=MAKE.keys())
+def engine(request: pytest.FixtureRequest) -> Engine:
+    made: Engine = request.param()
+    return made
+
+
+@pytest.mark.parametrize("block_ids", IDS, ids=str)
+def test_gather_gives_what_the_engine_wrote(engine: Engine, block_ids: list[int]) -> None:
+    written = pattern(len(block_ids))
+    engine.write(block_ids, written)
+    found = torch.empty_like(written)
+    gather(engine.layout().views(block_ids), found)
+    assert torch.equal(found, written)
+
+
+@pytest.mark.parametrize("block_ids", IDS, ids=str)
+def test_scatter_leaves_what_the_engine_would_write(engine: Engine, block_ids: list[int]) -> None:
+    everything = list(range(1, BLOCKS))
+    engine.write(everything, pattern(len(everything)))
+    block = pattern(len(block_ids), seed=1)
+    before = [tensor.clone() for tensor in engine.tensors]
+    engine.write(block_ids, block)
+    wanted = [tensor.clone() for tensor in engine.tensors]
+    for tensor, old in zip(engine.tensors, before, strict=True):
+        tensor.copy_(old)
+    scatter(block, engine.layout().views(block_ids))
+    assert all(map(torch.equal, engine.tensors, wanted))
+
+
+def test_geometry_is_the_config_s(engine: Engine) -> None:
+    layout = engine.layout()
+    assert layout.layer_names == tuple(engine.names)
+    assert (layout.layers, layout.block_tokens, layout.blocks) == (LAYERS, TOKENS, BLOCKS)
+    assert (layout.heads, layout.dim, layout.dtype) == (HEADS, DIM, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("block_ids", "runs"), [([4, 1, 5], 3), ([2, 3, 4], 1), ([4, 5, 1], 2)])
+def test_layers_of_one_storage_are_one_piece(block_ids: list[int], runs: int) -> None:
+    assert len(MAKE["cpu"]().layout().views(block_ids)) == runs
+    assert len(MAKE["BLHNC"]().layout().views(block_ids)) == runs
+    assert len(MAKE["cpu apart"]().layout().views(block_ids)) == runs * LAYERS
+
+
+def test_a_view_of_too_few_blocks_is_not_a_block() -> None:
+    views = MAKE["cpu"]().layout().views([1, 2])
+    with pytest.raises(AssertionError, match="whole"):
+        gather(views, pattern(3))
+
+
+@pytest.mark.parametrize("block_ids", [[0], [1, BLOCKS], [-1]], ids=str)
+def test_blocks_of_nobody_are_refused(block_ids: list[int]) -> None:
+    with pytest.raises(TierKVError, match="block ids"):
+        MAKE["cpu"]().layout().views(block_ids)
+
+
+def with_spec(spec: FullAttentionSpec) -> Engine:
+    return Engine(one_storage("LBHNC"), put_fused, FLASH, spec=spec)
+
+
+def with_tensors(tensors: list[torch.Tensor], attention: Attention = FLASH) -> Engine:
+    return Engine(tensors, put_fused, attention)
+
+
+def with_names(*names: str) -> Engine:
+    engine = MAKE["cpu"]()
+    engine.caches = dict(zip(names, engine.tensors, strict=True))
+    engine.config.kv_cache_groups[0].layer_names = names
+    return engine
+
+
+def two_groups() -> Engine:
+    engine = MAKE["cpu"]()
+    engine.config.kv_cache_groups *= 2
+    return engine
+
+
+def in_host_memory() -> Engine:
+    engine = MAKE["cpu"]()
+    engine.config.kv_cache_groups[0].host_resident = True
+    return engine
+
+
+def not_registered() -> Engine:
+    engine = MAKE["cpu"]()
+    del engine.caches[engine.names[1]]
+    return engine
+
+
+def of_two_blocks() -> Engine:
+    engine = with_tensors(apart(2, 2, TOKENS, HEADS, DIM))
+    engine.config.num_blocks = 2
+    return engine
+
+
+REFUSED: dict[str, tuple[Callable[[], Engine], str]] = {
+    "MLA": (lambda: with_spec(MLAAttentionSpec()), "kind MLAAttentionSpec"),
+    "MLA shape": (lambda: with_tensors(apart(BLOCKS, TOKENS, 576)), "fits 0"),
+    "two groups": (two_groups, "2 KV cache groups"),
+    "host": (in_host_memory, "host memory"),
+    "tensor missing": (not_registered, "NoneType"),
+    "other dtype": (lambda: with_spec(FullAttentionSpec(dtype=torch.float16)), "its spec says"),
+    "fp8": (
+        lambda: Engine(
+            [kv.to(torch.float8_e4m3fn) for kv in one_storage("LBHNC")],
+            put_fused,
+            FLASH,
+            spec=FullAttentionSpec(dtype=torch.float8_e4m3fn),
+        ),
+        "float8_e4m3fn is not supported",
+    ),
+    "scales inside": (lambda: with_spec(FullAttentionSpec(kv_quant_mode=2)), "kv_quant_mode 2"),
+    "other V dim": (lambda: with_spec(FullAttentionSpec(head_size_v=8)), "head_size_v 8"),
+    "packed heads": (lambda: with_spec(FullAttentionSpec(num_head_slots=1)), "num_head_slots 1"),
+    "compressed": (lambda: with_spec(FullAttentionSpec(tokens_per_state=4)), "tokens_per_state 4"),
+    "other heads": (lambda: with_spec(FullAttentionSpec(num_kv_heads=4)), "fits 0"),
+    "other tokens": (lambda: with_spec(FullAttentionSpec(block_size=48)), "fits 0"),
+    "other blocks": (lambda: with_tensors(one_storage("LBHNC", B=BLOCKS + 1)), "fits 0"),
+    "either way": (of_two_blocks, "fits 2"),
+    "unknown isa": (lambda: with_tensors(one_storage("LBHNC"), Attention("CPU_ATTN", "x")), "'x'"),
+    "unknown kind": (lambda: with_tensors(one_storage("LBHNC"), Attention("ROCM_ATTN")), "ROCM"),
+    "cpu not dense": (lambda: with_tensors(one_storage("LBNHC"), VEC), "one run of memory"),
+    "layers differ": (
+        lambda: with_tensors([*one_storage("LBHNC")[:2], *one_storage("LBNHC")[2:]]),
+        "arranged otherwise",
+    ),
+    "layers shared": (lambda: with_tensors(one_storage("LBHNC")[:1] * LAYERS), "share one"),
+    "no numbers": (lambda: with_names("a", "b", "c"), "do not say their order"),
+    "same number": (lambda: with_names("a.1", "b.1", "c.2"), "one by one"),
+    "amx of fp32": (
+        lambda: Engine(
+            [kv.float() for kv in one_storage("LBHNC")],
+            put_amx,
+            AMX,
+            spec=FullAttentionSpec(dtype=torch.float32),
+        ),
+        "AMX tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_known_is_refused(make: Callable[[], Engine], reason: str) -> None:
+    with pytest.raises(TierKVError, match=reason) as refusal:
+        make().layout()
+    assert refusal.value.kind is ErrorKind.INVALID
+
+
+def checked(engine: Engine, layout: Layout | None = None) -> None:
+    layers = engine.attention_layers()
+    assert attention_of(layers, engine.names) == engine.attention
+    self_test(layout or engine.layout(), engine.caches, layers)
+
+
+def test_self_test_holds_and_leaves_the_cache_as_it_was(engine: Engine) -> None:
+    everything = list(range(BLOCKS))
+    engine.write(everything, pattern(BLOCKS))
+    before = [tensor.clone() for tensor in engine.tensors]
+    checked(engine)
+    assert all(map(torch.equal, engine.tensors, before))
+
+
+def swapped(kv: torch.Tensor, row: int, token: int, head: int, k: Any, v: Any) -> None:
+    put_transposed(kv, row, token, head, v, k)
+
+
+def test_self_test_sees_keys_and_values_swapped() -> None:
+    engine = Engine(one_storage("LBHNC"), swapped, VEC)
+    with pytest.raises(TierKVError, match=r"keys of model.layers.0.* are not where we look"):
+        checked(engine)
+
+
+def test_self_test_sees_keys_that_are_not_transposed() -> None:
+    engine = Engine(one_storage("LBHNC"), put_fused, VEC)
+    with pytest.raises(TierKVError, match="keys of"):
+        checked(engine)
+
+
+def test_self_test_sees_layers_in_another_order() -> None:
+    engine = MAKE["cpu"]()
+    layout = engine.layout()
+    engine.caches = dict(zip(engine.names, engine.tensors[::-1], strict=True))
+    with pytest.raises(TierKVError, match="keys of"):
+        checked(engine, layout)
+
+
+def test_self_test_sees_layers_that_overlap() -> None:
+    whole = torch.zeros(2 * BLOCKS, HEADS, TOKENS, 2 * DIM, dtype=torch.bfloat16)
+    engine = Engine([whole[at : at + BLOCKS] for at in (0, 2, 4)], put_fused, FLASH)
+    with pytest.raises(TierKVError, match="are not where we look"):
+        checked(engine)
+
+
+def test_self_test_sees_what_scatter_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tierkv_connectors.vllm.selftest.scatter"
+    monkeypatch.setattr(name, lambda block, views: scatter(block.flip(0), views))
+    with pytest.raises(TierKVError, match="scattered into"):
+        checked(MAKE["cpu"]())
+
+
+def test_a_failed_self_test_leaves_the_cache_as_it_was() -> None:
+    engine = Engine(one_storage("LBHNC"), put_fused, VEC)
+    engine.write([1, 2, 5], pattern(3))
+    before = [tensor.clone() for tensor in engine.tensors]
+    with pytest.raises(TierKVError):
+        checked(engine)
+    assert all(map(torch.equal, engine.tensors, before))
+
+
+def test_self_test_refuses_what_it_cannot_write() -> None:
+    engine = MAKE["cpu"]()
+    layers = engine.attention_layers()
+    for layer in layers.values():
+        layer.impl = object()
+    with pytest.raises(TierKVError, match="no call that writes"):
+        self_test(engine.layout(), engine.caches, layers)
+
+
+def test_self_test_needs_two_spare_blocks() -> None:
+    engine = Engine(one_storage("LBHNC", B=2), put_transposed, VEC)
+    engine.config.num_blocks = 2
+    with pytest.raises(TierKVError, match="too small"):
+        checked(engine)
+
+
+def test_attention_has_one_kind() -> None:
+    engine = MAKE["cpu"]()
+    layers = engine.attention_layers()
+    layers[engine.names[2]] = SimpleNamespace(
+        attn_backend=layers[engine.names[0]].attn_backend, impl=SimpleNamespace(isa="amx")
+    )
+    with pytest.raises(TierKVError, match="not one kind"):
+        attention_of(layers, engine.names)
+    del layers[engine.names[2]]
+    with pytest.raises(TierKVError, match="no attention"):
+        attention_of(layers, engine.names)
