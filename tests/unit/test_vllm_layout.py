@@ -142,10 +142,14 @@ MAKE: dict[str, Callable[[], Engine]] = {
     "cpu small rows": lambda: Engine(
         one_storage("LBHNC", B=2 * BLOCKS, N=TOKENS // 2), put_transposed, VEC, TOKENS // 2
     ),
-} | {
-    order: lambda order=order: Engine(one_storage(order), put_fused, FLASH)  # type: ignore[misc]
-    for order in ORDERS
 }
+
+
+def fused_in(order: str) -> Callable[[], Engine]:
+    return lambda: Engine(one_storage(order), put_fused, FLASH)
+
+
+MAKE |= {order: fused_in(order) for order in ORDERS}
 IDS = ([4, 1, 2, 5], [3], [1, 2, 3, 4])
 
 
@@ -154,10 +158,9 @@ def pattern(blocks: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-@pytest.fixture(params=MAKE.values(), ids=MAKE.keys())
+@pytest.fixture(params=list(MAKE))
 def engine(request: pytest.FixtureRequest) -> Engine:
-    made: Engine = request.param()
-    return made
+    return MAKE[request.param]()
 
 
 @pytest.mark.parametrize("block_ids", IDS, ids=str)

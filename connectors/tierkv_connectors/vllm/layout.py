@@ -206,7 +206,7 @@ _BY_STRIDES = (
 )
 _TRANSPOSED = (_Arrangement(_FUSED, _keys_transposed),)
 _CPU = "CPU_ATTN"
-_ARRANGEMENTS: Mapping[Attention, Sequence[_Arrangement]] = {
+_ARRANGEMENTS: dict[Attention, Sequence[_Arrangement]] = {
     Attention("FLASH_ATTN"): _BY_STRIDES,
     Attention("FLASHINFER"): _BY_STRIDES,
     Attention("FLEX_ATTENTION"): _BY_STRIDES,
