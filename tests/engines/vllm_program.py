@@ -6,8 +6,8 @@ options, and its answer comes when the engine is ready. What vLLM prints goes to
 
 import json
 import os
-import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 
@@ -48,7 +48,7 @@ def metrics(llm: Any, prefix: str) -> dict[str, float]:
 
 
 SAME_FOR_ALL = ("engine", "model_name")
-ACTIONS = {
+ACTIONS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "metrics": metrics,
     "reset_prefix_cache": lambda llm, **options: llm.reset_prefix_cache(**options),
@@ -76,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
