@@ -96,14 +96,14 @@ class Process:
     """A sidecar process over an arena; `start` again after `kill` or `stop`."""
 
     def __init__(
-        self, folder: Path, more: str = "", arena_wait_s: float = 10.0, host: str = "32MiB"
+        self, folder: Path, more: str = "", arena_wait_s: float = 10.0, host_bytes: int = 32 << 20
     ) -> None:
         self.path = folder / "tierkv.sock"
         self.log = folder / "log"
         self._file = folder / "tierkv.toml"
         self._file.write_text(
             f'[socket]\npath = "{self.path}"\narena_wait = {arena_wait_s}\n'
-            f'[host]\nsize = "{host}"\n[http]\nenabled = false\n'
+            f"[host]\nsize = {host_bytes}\n[http]\nenabled = false\n"
             f'[store]\ngrace = "10s"\n{more}'
         )
 

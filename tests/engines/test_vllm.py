@@ -51,6 +51,12 @@ def stat(sidecar: Process) -> dict[str, Any]:
     return found
 
 
+def begin(sidecar: Process) -> None:
+    """Start a sidecar and wait until all of its memory is there."""
+    sidecar.start()
+    assert until(lambda: stat(sidecar)["tiers"][0]["capacity_bytes"] == RAM_BYTES)
+
+
 def hits(sidecar: Process) -> dict[str, int]:
     """Return tokens of answered blocks by tier."""
     by_tier: dict[str, int] = stat(sidecar)["hits_by_tier_blocks"]
@@ -65,7 +71,7 @@ def stored(sidecar: Process) -> int:
 
 NVME = '[nvme]\npath = "{folder}/nvme"\nsize = "1GiB"\n'
 REDIS = '[redis]\nurl = "{url}"\nprefix = "vllm-engines"\n'
-RAM = "768MiB"
+RAM_BYTES = 768 << 20
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +81,9 @@ def sidecar(
     needs_vllm()
     folder = tmp_path_factory.mktemp("sidecar")
     below = NVME.format(folder=folder) + REDIS.format(url=redis_server.url)
-    one = Process(folder, below, host=RAM)
+    one = Process(folder, below, host_bytes=RAM_BYTES)
     try:
-        one.start()
+        begin(one)
         yield one
     finally:
         one.kill()
@@ -121,7 +127,7 @@ def test_from_nvme_after_the_sidecar_started_again(
 ) -> None:
     assert sidecar.stop() == 0
     assert engine.generate([prompt(2 * BLOCK + 1, 77)], 1)[0].cached == 0, "no sidecar is no hit"
-    sidecar.start()
+    begin(sidecar)
     find_again(engine)
     answer = engine.generate([prompt(LONG)], NEW)[0]
     assert (answer.cached, answer.tokens) == (STORED, cold)
@@ -132,9 +138,9 @@ def test_from_redis_through_another_sidecar(
     engine: Engine, sidecar: Process, cold: list[int], redis_server: RedisServer
 ) -> None:
     assert sidecar.stop() == 0
-    other = Process(sidecar.path.parent, REDIS.format(url=redis_server.url), host=RAM)
+    other = Process(sidecar.path.parent, REDIS.format(url=redis_server.url), host_bytes=RAM_BYTES)
     try:
-        other.start()
+        begin(other)
         find_again(engine)
         answer = engine.generate([prompt(LONG)], NEW)[0]
         assert (answer.cached, answer.tokens) == (STORED, cold)
@@ -150,14 +156,14 @@ def test_a_sidecar_killed_at_any_time_costs_no_token(engine: Engine, sidecar: Pr
     right = [answer.tokens for answer in engine.generate(asked, NEW)]  # no sidecar runs
     random = Random(1)
     for _ in range(6):
-        sidecar.start()
+        begin(sidecar)
         find_again(engine)
         killer = threading.Timer(random.uniform(0.0, 0.5), sidecar.kill)
         killer.start()
         answers = engine.generate(asked, NEW)
         killer.join()
         assert [answer.tokens for answer in answers] == right
-    sidecar.start()
+    begin(sidecar)
     find_again(engine)
     engine.generate(asked, NEW)
     answers = engine.generate(asked, NEW)
