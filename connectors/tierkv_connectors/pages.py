@@ -51,8 +51,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def gather(views: Views, block: torch.Tensor) -> None:
     """Copy an engine's tokens into a canonical block."""
-    whole = 2 * sum(piece.keys.numel() for piece in views) == block.numel()
-    assert whole, "a piece too few would leave what was there before, and pass for KV"
+    # A piece too few would leave what was there before, and pass for KV.
+    assert 2 * sum(piece.keys.numel() for piece in views) == block.numel(), "not a whole block"
     for layers, tokens, keys, values in views:
         block[layers, 0, tokens].view(keys.shape).copy_(keys)
         block[layers, 1, tokens].view(values.shape).copy_(values)

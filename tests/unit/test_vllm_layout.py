@@ -206,6 +206,18 @@ def test_a_view_of_too_few_blocks_is_not_a_block() -> None:
         gather(views, pattern(3))
 
 
+def test_what_is_skipped_of_a_block_stays_as_it_is() -> None:
+    engine = MAKE["cpu"]()
+    layout = engine.layout()
+    before, block = torch.empty_like(pattern(2)), pattern(2)
+    gather(layout.views([1, 2]), before)
+    scatter(block, layout.views([2], skip=1))
+    found = torch.empty_like(block)
+    gather(layout.views([1, 2]), found)
+    assert torch.equal(found[:, :, :TOKENS], before[:, :, :TOKENS])
+    assert torch.equal(found[:, :, TOKENS:], block[:, :, TOKENS:])
+
+
 @pytest.mark.parametrize("block_ids", [[0], [1, BLOCKS], [-1]], ids=str)
 def test_blocks_of_nobody_are_refused(block_ids: list[int]) -> None:
     with pytest.raises(TierKVError, match="block ids"):
