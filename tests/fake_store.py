@@ -122,11 +122,12 @@ class FakeStore:
     def tick(self) -> float:
         return 0.05
 
-    def end_leases(self, owner: int) -> None:
+    def end_leases(self, owner: int) -> bool:
         self.log.append(("end_leases", owner))
         for number, (of, kind, _) in list(self.holds.items()):
             if of == owner and kind == "match":
                 del self.holds[number]
+        return any(of == owner for of, _, _ in self.holds.values())
 
     def disown(self, owner: int) -> None:
         self.log.append(("disown", owner))

@@ -225,17 +225,16 @@ class TierKV:
             self._store.check()
             return max(self._matches.expire(), 0.001)
 
-    def end_leases(self, owner: int) -> None:
-        """End an owner's matches."""
+    def end_leases(self, owner: int) -> bool:
+        """End an owner's matches; returns whether it still holds anything else."""
         with self._store.lock:
             self._matches.end_leases(owner)
+            return self._matches.holds(owner) or self._puts.holds(owner)
 
     def disown(self, owner: int) -> None:
         """End everything an owner held."""
         with self._store.lock:
-            held = owner in {match.owner for match in self._matches.open.values()}
-            held |= owner in {who for who, _ in self._matches.transfers.values()}
-            self._store.counters["owner_died"] += held
+            self._store.counters["owner_died"] += self._matches.holds(owner)
             self._matches.disown(owner)
             self._puts.disown(owner)
             self._store.check()

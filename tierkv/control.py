@@ -54,10 +54,12 @@ class Control(Protocol):
     def tick(self) -> float:
         """End what is past its deadline; returns seconds until the next deadline (at most 1)."""
 
-    def end_leases(self, owner: int) -> None:
+    def end_leases(self, owner: int) -> bool:
         """The owner's connection is gone but its process may live: its matches end.
 
         Transfers and reservations stay: the process may still be copying.
+
+        Returns: whether there are any.
         """
 
     def disown(self, owner: int) -> None:

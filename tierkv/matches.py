@@ -274,6 +274,12 @@ class Matches:
         for match in [match for match in self.open.values() if match.owner == owner]:
             self._end(match)
 
+    def holds(self, owner: int) -> bool:
+        """Return whether an owner has a match or a transfer."""
+        return any(match.owner == owner for match in self.open.values()) or any(
+            who == owner for who, _ in self.transfers.values()
+        )
+
     def disown(self, owner: int) -> None:
         """End everything of an owner that is gone."""
         self.end_leases(owner)

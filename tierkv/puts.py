@@ -136,6 +136,10 @@ class Puts:
             self._store.abort(reservation.rows)
         return Done()
 
+    def holds(self, owner: int) -> bool:
+        """Return whether an owner has a reservation."""
+        return any(held.owner == owner for held in self.open.values())
+
     def disown(self, owner: int) -> None:
         """Give up everything of an owner that is gone."""
         for number in [n for n, held in self.open.items() if held.owner == owner]:

@@ -365,12 +365,14 @@ class Server:
             self._drop(session)
 
     def _drop(self, session: Session) -> None:
-        """Close a connection. What its process may still be copying stays held."""
+        """Close a connection; a session stays while its process may still be copying."""
         session.close()
         if not session.number:
             self._forget(session)
         elif session in self._sessions:
-            self._edge("end_leases", self._control.end_leases, session.number)
+            copying = self._edge("end_leases", self._control.end_leases, session.number)
+            if copying is False:
+                self._forget(session)
 
     def _end(self, session: Session) -> None:
         """Give everything back: the process is gone, or says it has stopped."""

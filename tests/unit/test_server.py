@@ -249,6 +249,14 @@ def test_slow_reader_is_disconnected(one: Served, monkeypatch: pytest.MonkeyPatc
     assert ask(one.path) is not None
 
 
+def test_a_process_may_connect_as_often_as_it_likes(one: Served) -> None:
+    for _ in range(2 * server_module.MAX_SESSIONS_OF_PROCESS):
+        with Peer(one.path) as peer:
+            peer.hello()
+    assert until(lambda: not one.server._sessions)
+    assert one.server.counters["server_refused_connections"] == 0
+
+
 def test_closed_socket_ends_leases_and_the_next_hello_the_rest(one: Served) -> None:
     with Peer(one.path) as peer:
         session = peer.hello().session
