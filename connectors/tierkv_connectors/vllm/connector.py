@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierkv.client import Client
-from tierkv.errors import TierKVError
+from tierkv.errors import TierKVError, invalid
 from tierkv.executor import Threads
 from tierkv.part import Part
 from tierkv.settings import Settings, client_socket, load
@@ -102,6 +102,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _keep(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Kept | None:
         """Return what is kept of this engine, None when it cannot be and the log says why."""
         try:
+            device = vllm_config.device_config.device_type
+            if device != "cpu":  # copies would have to be ordered behind the forward's stream
+                raise invalid(f"its KV lies on {device}: only the CPU backend is supported yet")
             engine_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             tokens = block_tokens(engine_tokens, self._options.tokens_per_block)
             identity = identity_of(vllm_config, kv_cache_config, tokens)
