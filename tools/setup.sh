@@ -106,5 +106,6 @@ exec 9<tools/setup.sh
 flock 9 # two makes at once take turns
 case "${1:-}" in
   venv | redis | model | vllm) "$1" ;;
-  *) fail "usage: tools/setup.sh venv | redis | model | vllm" ;;
+  vllm-python) echo "$VLLM_DIR/bin/python" ;;
+  *) fail "usage: tools/setup.sh venv | redis | model | vllm | vllm-python" ;;
 esac

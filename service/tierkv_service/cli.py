@@ -4,6 +4,7 @@ For people by default, `--json` for programs. What the caller must change is one
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
 """
 
+import enum
 import logging
 import sys
 import time
@@ -112,12 +113,32 @@ def stat(
         show.show(after, rates, Console())
 
 
+class Engine(enum.StrEnum):
+    """What the demo's model runs on."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
 @app.command()
-def demo(*, as_json: Json = False) -> None:
+def demo(
+    *,
+    as_json: Json = False,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="vllm: its real HTTP server.")
+    ] = Engine.TRANSFORMERS,
+    engine_python: Annotated[
+        str,
+        typer.Option(
+            "--engine-python", help="The Python that has vLLM; else this one.", show_default=False
+        ),
+    ] = sys.executable,
+) -> None:
     """Show on this machine what a real small model gains from tierkv."""
     from tierkv_service.demo import run
 
-    raise typer.Exit(run(as_json=as_json))
+    vllm = engine_python if engine == Engine.VLLM else ""
+    raise typer.Exit(run(as_json=as_json, vllm=vllm))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from tierkv.errors import unavailable
 from tierkv_connectors.models import smollm2
+from tierkv_service import demo_vllm
 from tierkv_service.demo_engine import Answer, Durable, Event, Order, Ready
 from tierkv_service.demo_processes import Processes, Sidecar, run_engine, start_redis
 
@@ -31,6 +32,7 @@ INTERRUPTED = 130
 
 HITS = {"host": "RAM, new engine", "nvme": "NVMe, new start", "redis": "Redis, new sidecar"}
 LABELS = {"turn 1": "first turn", "cold": "no cache", "turn 2": "RAM, next turn", **HITS}
+OWN_CACHE = "vLLM's own, next turn"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +47,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demo:
-    """The scenario: does it step by step, and keeps what was seen."""
+    """The scenario: does it step by step, and keeps what was seen.
 
-    def __init__(self, console: Console, processes: Processes, model: Path) -> None:
+    Args:
+        console: for people.
+        processes: what it starts.
+        model: directory of the model.
+        vllm: Python that has vLLM, for engines on that; "": on transformers.
+    """
+
+    def __init__(self, console: Console, processes: Processes, model: Path, vllm: str = "") -> None:
         self.answers: dict[str, Answer] = {}
         self.ready = Ready(seconds=0.0, block_tokens=1, block_bytes=0)
         self.redis = True
         self._console = console
         self._processes = processes
         self._model = str(model)
+        self._vllm = vllm
+        self._labels = LABELS | ({"turn 2": OWN_CACHE} if vllm else {})
         self._durable = Durable(blocks=0, of=0)
 
     def play(self) -> None:
@@ -68,7 +79,7 @@ class Demo:
                 "[yellow]no redis-server here, so no Redis part[/] (apt install redis-server)"
             )
         with self._step("first engine: two turns about a document, then without the cache"):
-            order = Order(model=self._model, socket=str(one.socket))
+            order = Order(model=self._model, socket=str(one.socket), vllm=self._vllm)
             run_engine(self._processes, "first", order, self._seen)
         prompt = self.answers["cold"].prompt
         with self._step("second engine: the last turn again"):
@@ -94,6 +105,8 @@ class Demo:
         block = self.ready.block_tokens
         expected = (len(cold.prompt) - 1) // block * block
         found = []
+        if cold.reused:
+            found.append(f"no cache: {cold.reused} tokens were reused")
         if self._durable.blocks < self._durable.of:
             found.append(f"{self._durable.blocks} of {self._durable.of} blocks were flushed")
         for tier in self._tiers():
@@ -123,7 +136,8 @@ class Demo:
     def table(self) -> Table:
         """Return the figures for people."""
         cold = self.answers["cold"]
-        title = f"{MODEL}, prompt of {len(cold.prompt)} tokens"
+        engine = "vLLM" if self._vllm else "transformers"
+        title = f"{MODEL} on {engine}, prompt of {len(cold.prompt)} tokens"
         caption = "" if self.redis else "no Redis line: there is no redis-server here"
         table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
         table.add_column(no_wrap=True)
@@ -131,9 +145,10 @@ class Demo:
             table.add_column(heading, justify="right")
         for name in ("cold", "turn 2", *self._tiers()):
             answer = self.answers[name]
-            loaded = answer.reused // self.ready.block_tokens * self.ready.block_bytes
+            tokens = sum(answer.sources.get(tier, 0) for tier in HITS)
+            loaded = tokens // self.ready.block_tokens * self.ready.block_bytes
             table.add_row(
-                LABELS[name],
+                self._labels[name],
                 f"{answer.ttft_s:.2f} s",
                 "" if name == "cold" else f"{cold.ttft_s / answer.ttft_s:.1f} x",
                 f"{answer.reused}",
@@ -150,7 +165,13 @@ class Demo:
         return round(self.answers[name].ttft_s, 4) if name in self.answers else None
 
     def _again(self, tier: str, sidecar: Sidecar, prompt: list[int]) -> None:
-        order = Order(model=self._model, socket=str(sidecar.socket), name=tier, prompt=prompt)
+        order = Order(
+            model=self._model,
+            socket=str(sidecar.socket),
+            name=tier,
+            prompt=prompt,
+            vllm=self._vllm,
+        )
         run_engine(self._processes, tier, order, self._seen)
 
     def _seen(self, event: Event) -> None:
@@ -164,7 +185,7 @@ class Demo:
             computed = len(event.prompt) - event.reused
             where = ", ".join(event.sources) or "nowhere"
             self._console.print(
-                f"   {LABELS[event.name]}: first token after [bold]{event.ttft_s:.2f} s[/],"
+                f"   {self._labels[event.name]}: first token after [bold]{event.ttft_s:.2f} s[/],"
                 f" {event.reused} tokens from {where}, {computed} computed"
             )
             self._console.print(f"   {event.text.strip()!r}", style="dim", markup=False)
@@ -177,18 +198,24 @@ class Demo:
         self._console.print(f"[green]done[/] {text} ({time.monotonic() - started:.1f} s)")
 
 
-def run(*, as_json: bool = False) -> int:
+def run(*, as_json: bool = False, vllm: str = "") -> int:
     """Run the demo; the exit code says whether everything went as promised.
 
-    Raises: TierKVError: the model cannot be had, or a process does not start.
+    Args:
+        as_json: print the figures for programs.
+        vllm: Python that has vLLM, for engines on that; "": on transformers.
+
+    Raises: TierKVError: the model cannot be had, there is no vLLM, or a process does not start.
     """
     console = Console(stderr=True)
+    if vllm:
+        vllm = demo_vllm.find(vllm)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="tierkv-demo-"))
     try:
         model = smollm2(progress=lambda line: console.print(line, style="dim", markup=False))
         with Processes(folder) as processes:
-            demo = Demo(console, processes, model)
+            demo = Demo(console, processes, model, vllm)
             demo.play()
     except KeyboardInterrupt:
         console.print("interrupted")
@@ -199,6 +226,10 @@ def run(*, as_json: bool = False) -> int:
         sys.stdout.write(msgspec.json.encode(demo.report()).decode() + "\n")
     else:
         Console().print(demo.table())
+    if vllm:
+        console.print("the same by hand, with a text or token ids as the PROMPT:", style="dim")
+        for line in demo_vllm.by_hand(vllm, str(model)):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
     problems = demo.problems()
     for problem in problems:
         console.print(f"[red]failed[/] {problem}")

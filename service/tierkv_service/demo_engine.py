@@ -6,6 +6,7 @@ It reads one order from standard input and writes one line of JSON for each thin
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int] = []
     """Answer this once, with the cache. Empty: hold the whole conversation, then say how the last
     answer is given without a cache."""
+    vllm: str = ""
+    """Python that has vLLM, for the engine of `demo_vllm`."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
@@ -80,12 +83,47 @@ def document() -> str:
     return str(topics["compound"])
 
 
+class Words:
+    """A model's tokenizer, and the conversation in its tokens."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        self.end: int | None = self._tokenizer.eos_token_id
+
+    def converse(self, ask: Callable[[str, list[int]], Answer]) -> list[int]:
+        """Ask every question about the document; returns the last prompt, which has all before."""
+        prompt: list[int] = []
+        for number, question in enumerate(QUESTIONS, 1):
+            prompt = prompt + self._turn(question) if prompt else self._opening(question)
+            answer = ask(f"turn {number}", prompt)
+            if number < len(QUESTIONS):
+                prompt = prompt + answer.tokens
+        return prompt
+
+    def text(self, tokens: list[int]) -> str:
+        """Return tokens as text."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _opening(self, question: str) -> list[int]:
+        start = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+        head = self._ids(start)
+        return head + self._ids(document())[:DOCUMENT_TOKENS] + self._turn(question, "\n\n")
+
+    def _turn(self, question: str, before: str = "<|im_end|>\n<|im_start|>user\n") -> list[int]:
+        return self._ids(f"{before}{question}<|im_end|>\n<|im_start|>assistant\n")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 class Engine:
     """A model, its tokenizer, a cache of prefixes, and the same model without one."""
 
     def __init__(self, order: Order) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         from tierkv.client import Client
@@ -94,7 +132,7 @@ class Engine:
 
         logging.disable_progress_bar()
         started = time.perf_counter()
-        self._tokenizer = AutoTokenizer.from_pretrained(order.model, local_files_only=True)
+        self._words = Words(order.model)
         # In float32 a prefix computed at once and one that was loaded give the same tokens.
         model = AutoModelForCausalLM.from_pretrained(
             order.model, dtype=torch.float32, local_files_only=True
@@ -110,12 +148,12 @@ class Engine:
 
     def answer(self, name: str, prefix_cache: "PrefixCache", prompt: list[int]) -> Answer:
         """Answer a prompt and tell of it."""
-        done = prefix_cache.generate(prompt, NEW_TOKENS, self._tokenizer.eos_token_id)
+        done = prefix_cache.generate(prompt, NEW_TOKENS, self._words.end)
         answer = Answer(
             name=name,
             prompt=prompt,
             tokens=done.tokens,
-            text=str(self._tokenizer.decode(done.tokens, skip_special_tokens=True)),
+            text=self._words.text(done.tokens),
             ttft_s=done.ttft_s,
             reused=done.reused,
             sources=done.sources,
@@ -125,26 +163,10 @@ class Engine:
 
     def converse(self) -> None:
         """Ask every question about the document, then the last one again without the cache."""
-        prompt: list[int] = []
-        for number, question in enumerate(QUESTIONS, 1):
-            prompt = prompt + self._turn(question) if prompt else self._opening(question)
-            answer = self.answer(f"turn {number}", self.cached, prompt)
-            if number < len(QUESTIONS):
-                prompt = prompt + answer.tokens
+        prompt = self._words.converse(lambda name, asked: self.answer(name, self.cached, asked))
         blocks = len(prompt) // self.cached.identity.tokens_per_block
         self.answer("cold", self.alone, prompt)
         tell(Durable(blocks=self.cached.flush(prompt, FLUSH_S), of=blocks))
-
-    def _opening(self, question: str) -> list[int]:
-        start = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
-        head = self._ids(start)
-        return head + self._ids(document())[:DOCUMENT_TOKENS] + self._turn(question, "\n\n")
-
-    def _turn(self, question: str, before: str = "<|im_end|>\n<|im_start|>user\n") -> list[int]:
-        return self._ids(f"{before}{question}<|im_end|>\n<|im_start|>assistant\n")
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from tierkv_service.demo_engine import Event, Order
 
 START_S = 30.0
 STOP_S = 40.0
-ENGINE_S = 300.0
+ENGINE_S = 600.0
 _STEP_S = 0.05
 _LOG_TAIL = 2000
 
@@ -84,7 +84,8 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = STOP_S) -> None:
             process.wait()
 
 
-def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> bool:
+def until(done: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for something that a process brings about; False: it ended, or took too long."""
     deadline = time.monotonic() + seconds
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -106,7 +107,7 @@ def start_redis(processes: Processes) -> str:
     command = [program, *(word for name, value in lines.items() for word in (f"--{name}", value))]
     with processes.log("redis").open("ab") as log:
         process = processes.start("redis", command, stdout=log)
-    if not _until(path.exists, process, START_S):
+    if not until(path.exists, process, START_S):
         raise unavailable(f"redis-server did not start:\n{processes.said('redis')}")
     return f"unix://{path}"
 
@@ -130,7 +131,7 @@ class Sidecar:
         process = self._process = self._processes.start(
             self._name, command, stdout=subprocess.DEVNULL
         )
-        if not _until(self.socket.exists, process, START_S) or self.stat() is None:
+        if not until(self.socket.exists, process, START_S) or self.stat() is None:
             raise unavailable(f"the sidecar did not start:\n{self._processes.said(self._name)}")
 
     def stop(self) -> None:
@@ -140,23 +141,27 @@ class Sidecar:
 
     def stat(self) -> StoreStat | None:
         """Ask for its counters."""
-        client = Client(SidecarChannel(self.socket, client="demo", arena=False))
-        try:
-            found = client.stat()
-            return None if found is None else from_wire(found)
-        finally:
-            client.close()
+        return stat_of(self.socket)
 
     def copied(self, frames: int, seconds: float) -> bool:
         """Wait until every lower tier holds as many frames."""
-
-        def done() -> bool:
-            stat = self.stat()
-            tiers = [tier for tier in stat.tiers if tier.durable] if stat else []
-            return bool(tiers) and all(tier.placements >= frames for tier in tiers)
-
         assert self._process is not None, "the sidecar is running"
-        return _until(done, self._process, seconds)
+        return until(lambda: copies(self.stat()) >= frames, self._process, seconds)
+
+
+def stat_of(socket: Path) -> StoreStat | None:
+    """Ask a sidecar for its counters."""
+    client = Client(SidecarChannel(socket, client="demo", arena=False))
+    try:
+        found = client.stat()
+        return None if found is None else from_wire(found)
+    finally:
+        client.close()
+
+
+def copies(stat: StoreStat | None) -> int:
+    """Return the frames that every lower tier holds at least."""
+    return min((tier.placements for tier in stat.tiers if tier.durable), default=0) if stat else 0
 
 
 def run_engine(
@@ -166,7 +171,8 @@ def run_engine(
 
     Raises: TierKVError (unavailable): it fails, or takes too long.
     """
-    command = [sys.executable, "-m", "tierkv_service.demo_engine"]
+    module = "tierkv_service.demo_vllm" if order.vllm else "tierkv_service.demo_engine"
+    command = [sys.executable, "-m", module]
     # Threads of the model that wait must not spin: there may be few cores.
     env = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     pipe = subprocess.PIPE

@@ -17,6 +17,7 @@ from tierkv.errors import TierKVError
 from tierkv_service.demo import Demo
 from tierkv_service.demo_engine import Answer, Order, Ready, document
 from tierkv_service.demo_processes import Processes, run_engine
+from tierkv_service.demo_vllm import OWN
 
 PROMPT = list(range(300))
 TOKENS = [7, 8, 9]
@@ -64,6 +65,7 @@ def test_all_as_promised(tmp_path: Path) -> None:
         (answer("nvme", "nvme", tokens=[7, 8, 1]), "NVMe.*tokens"),
         (answer("redis", "host"), "Redis.*reused"),
         (answer("host", "host", reused=128, sources={"host": 128}), "RAM.*128"),
+        (answer("cold", reused=32), "no cache: 32 tokens"),
     ],
 )
 def test_what_went_wrong_is_said(tmp_path: Path, changed: Answer, says: str) -> None:
@@ -78,6 +80,19 @@ def test_without_redis_the_rest_still_counts(tmp_path: Path) -> None:
     shown = StringIO()
     Console(file=shown, width=80).print(played.table())
     assert "no redis-server" in shown.getvalue()
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+def test_vllms_own_cache_is_no_tier(tmp_path: Path) -> None:
+    played = Demo(Console(file=StringIO()), Processes(tmp_path), tmp_path, vllm="python")
+    complete = demo(tmp_path, answer("turn 2", OWN, reused=288, sources={OWN: 288}))
+    played.answers, played.ready = complete.answers, complete.ready
+    assert played.problems() == []
+    assert played.report().hits_by_tier == {"host": 256, "nvme": 256, "redis": 256}
+    shown = StringIO()
+    Console(file=shown, width=80).print(played.table())
+    assert re.search(r"on vLLM", shown.getvalue())
+    assert re.search(r"own, next turn.* 288 .* 0 MB", shown.getvalue())
     assert max(map(len, shown.getvalue().splitlines())) <= 80
 
 
@@ -118,8 +133,9 @@ def test_processes_end_when_the_demo_is_killed(tmp_path: Path) -> None:
         assert not Path(f"/proc/{child}").exists()
 
 
-def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
-    order = Order(model=str(tmp_path / "none"), socket=str(tmp_path / "none.sock"))
+@pytest.mark.parametrize("vllm", ["", sys.executable])
+def test_an_engine_that_fails_says_why(tmp_path: Path, vllm: str) -> None:
+    order = Order(model=str(tmp_path / "none"), socket=str(tmp_path / "none.sock"), vllm=vllm)
     with Processes(tmp_path) as processes:  # noqa: SIM117 -- the error is caught inside
         with pytest.raises(TierKVError, match="engine failed"):
             run_engine(processes, "first", order, lambda _event: None)
