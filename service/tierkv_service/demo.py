@@ -32,7 +32,6 @@ INTERRUPTED = 130
 
 HITS = {"host": "RAM, new engine", "nvme": "NVMe, new start", "redis": "Redis, new sidecar"}
 LABELS = {"turn 1": "first turn", "cold": "no cache", "turn 2": "RAM, next turn", **HITS}
-OWN_CACHE = "vLLM's own, next turn"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,7 @@ class Demo:
         self._processes = processes
         self._model = str(model)
         self._vllm = vllm
-        self._labels = LABELS | ({"turn 2": OWN_CACHE} if vllm else {})
+        self._labels = LABELS | ({"turn 2": demo_vllm.OWN} if vllm else {})
         self._durable = Durable(blocks=0, of=0)
 
     def play(self) -> None:

@@ -145,10 +145,11 @@ def request(prompt: list[int] | str, new_tokens: int) -> dict[str, Any]:
 def by_hand(python: str, model: str, port: int = 8000) -> list[str]:
     """Return the lines of a shell that do what the demo does."""
     body = json.dumps(request("PROMPT", NEW_TOKENS))
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
     url, header = f"http://{HOST}:{port}/v1/completions", "Content-Type: application/json"
     return [
         "tierkv serve",
-        shlex.join(["env", *_importable(), *command(python, model, port)]),
+        shlex.join(["env", *_importable(), *settings, *command(python, model, port)]),
         shlex.join(["curl", "-N", url, "-H", header, "-d", body]),
     ]
 

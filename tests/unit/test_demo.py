@@ -91,8 +91,9 @@ def test_vllms_own_cache_is_no_tier(tmp_path: Path) -> None:
     assert played.report().hits_by_tier == {"host": 256, "nvme": 256, "redis": 256}
     shown = StringIO()
     Console(file=shown, width=80).print(played.table())
-    assert re.search(r"on vLLM", shown.getvalue())
-    assert re.search(r"own, next turn.* 288 .* 0 MB", shown.getvalue())
+    assert "on vLLM, prompt of 300 tokens" in shown.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.getvalue(), "all fits"
+    assert re.search(r"vLLM's own cache.* 288 .* 0 MB", shown.getvalue())
     assert max(map(len, shown.getvalue().splitlines())) <= 80
 
 
