@@ -27,6 +27,8 @@ def count_keys(packed: bytes, parts: int) -> int:
     count = len(packed) // KEY_BYTES
     if len(packed) % KEY_BYTES or count * parts > MAX_UNITS:
         raise invalid(f"keys are n x {KEY_BYTES} bytes and at most {MAX_UNITS} units")
+    if count == 1:  # a lone block must not pay for what long chains save
+        return count
     words = np.sort(np.frombuffer(packed, np.uint64)[:: KEY_BYTES // 8])
     alike = (words[1:] == words[:-1]).any()
     if alike and len(set(_KEY.iter_unpack(packed))) < count:

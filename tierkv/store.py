@@ -307,16 +307,17 @@ class Store:
 
     def decode_bps(self, rows: Rows) -> float:
         """Return the raw bytes per second of the slowest profile among rows."""
-        if not rows:
-            return float("inf")
-        profiles = self.catalog.column("profile")[np.asarray(rows, np.int32)]
-        numbers = set(profiles.tobytes()) & BY_NUMBER.keys()
+        if len(rows) < MANY:
+            found = set(map(self.catalog.profile.__getitem__, rows))
+        else:
+            found = set(self.catalog.column("profile")[np.asarray(rows, np.int32)].tobytes())
+        numbers = found & BY_NUMBER.keys()
         return min((BY_NUMBER[number].decode_bps for number in numbers), default=float("inf"))
 
     def nbytes(self, rows: Rows) -> int:
         """Return the bytes of the frames of placements."""
-        if not rows:
-            return 0
+        if len(rows) < MANY:
+            return sum(map(self.catalog.nbytes.__getitem__, rows))
         return int(self.catalog.column("nbytes")[np.asarray(rows, np.int32)].sum(dtype=np.int64))
 
     def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
