@@ -42,6 +42,15 @@ class TestLru(PolicyContract):
         kept = shelf.policy.keeps(shelf.catalog, 1, rows)
         assert kept == [index > 100 * KEEP_FROM for index in range(100)]
 
+    def test_what_was_lost_does_not_make_the_rest_hot(self, shelf: Shelf) -> None:
+        """A log frees whole regions, and asks for no victims meanwhile."""
+        rows = shelf.add(1000, tier=1)
+        for row in rows:
+            shelf.policy.touched(shelf.catalog, [row])
+        shelf.drop(rows[:900])
+        kept = shelf.policy.keeps(shelf.catalog, 1, rows[900:])
+        assert kept == [index > 100 * KEEP_FROM for index in range(100)]
+
     def test_the_queue_stays_as_long_as_what_it_names(self) -> None:
         policy = Lru(1)
         shelf = Shelf(policy)

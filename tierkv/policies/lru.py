@@ -27,6 +27,13 @@ class _Queue:
         self.start = 0
         self.limit = _COMPACT_FROM
 
+    def skip(self, stamp: "array[int]") -> None:
+        """Pass over the stale entries at the front for good."""
+        at, rows, stamps = self.start, self.rows, self.stamps
+        while at < len(rows) and stamp[rows[at]] != stamps[at]:
+            at += 1
+        self.start = at
+
     def compact(self, stamp: "array[int]") -> None:
         """Drop stale entries when the queue has doubled since the last time."""
         if len(self.rows) < self.limit:
@@ -108,6 +115,9 @@ class Lru:
         """Return the rows used more lately than KEEP_FROM of the tier's queue."""
         del view
         queue = self._queues[tier]
+        # Else a log that never asked for victims would count what it has lost as its oldest, and
+        # find all that is left hot.
+        queue.skip(self._stamp)
         at = queue.start + int((len(queue.rows) - queue.start) * KEEP_FROM)
         since = queue.stamps[at] if at < len(queue.rows) else self._next
         return [self._stamp[row] > since for row in rows]
