@@ -38,6 +38,8 @@ from tierkv.write_behind import BATCH_BYTES, BATCH_FRAMES
 
 T = TypeVar("T")
 LOG_BYTES = 4 * RING_BYTES
+STORE_BYTES = 2 * LOG_BYTES
+"""A region of 64 MiB holds one frame of 32 MiB and its header: two rings need twice their bytes."""
 
 
 def header_of(key: bytes, block_bytes: int) -> frame.Header:
@@ -221,7 +223,7 @@ def stages(block_bytes: int, turns: int, seed: int) -> list[Row]:
     with contextlib.ExitStack() as ends:
         folder = ends.enter_context(tempfile.TemporaryDirectory(dir=disk_folder()))
         more = (
-            f'write_behind = "1GiB"\n[nvme]\npath = "{folder}"\nsize = {LOG_BYTES}\n'
+            f'write_behind = "1GiB"\n[nvme]\npath = "{folder}"\nsize = {STORE_BYTES}\n'
             "free_floor = 0\n"
         )
         _, client = ends.enter_context(engine.embedded(host_bytes, more))
@@ -246,7 +248,7 @@ def stages(block_bytes: int, turns: int, seed: int) -> list[Row]:
             return one.get(chains[0])
 
         rows = []
-        for _ in range(LOG_BYTES // RING_BYTES + 1):
+        for _ in range(STORE_BYTES // RING_BYTES + 1):
             put()
         for op, ours, limit in (("put", put, raw_write), ("get", get, raw_read)):
             seconds = take_turns({"tierkv": ours, "limit": limit}, turns, 1, seed)
