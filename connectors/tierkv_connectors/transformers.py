@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from tierkv.calls import MAX_UNITS, FlushCall, MatchCall, MatchReply, PutCall
+from tierkv.calls import MAX_UNITS, FlushCall, MatchCall, PutCall
 from tierkv.client import Client, Reservation, Transfer
 from tierkv.codec import profile_of
 from tierkv.errors import invalid
@@ -31,6 +31,7 @@ from tierkv.part import Part
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.pages import Piece, UnitCopier, Views
 from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.transformers_identity import (
     TOKENS_PER_BLOCK,
     identity_of,
@@ -207,7 +208,7 @@ class PrefixCache:
         with transfer:
             keys, values = self._room(reply.blocks * block)
             count = self._read(transfer, keys, values, deadline)
-        self._count(reply, count)
+        self.tokens_by_tier.update(tokens_by_tier(reply.sources, count * block, block))
         return self._filled(keys, values, count * block), count * block
 
     def _match_call(self, tokens: npt.NDArray[np.int32], deadline_s: float) -> MatchCall:
@@ -279,13 +280,6 @@ class PrefixCache:
                 layer.lazy_initialization(k, v)
                 layer.keys, layer.values = k[:, :, :tokens], v[:, :, :tokens]
         return cache
-
-    def _count(self, reply: MatchReply, blocks: int) -> None:
-        """Count reused tokens by tier; what was given up is taken off the last tier named."""
-        for tier, count in reply.sources.items():
-            taken = min(count, blocks)
-            self.tokens_by_tier[tier] += taken * self.identity.tokens_per_block
-            blocks -= taken
 
     def _store(self, tokens: npt.NDArray[np.int32], cache: DynamicCache) -> int:
         block = self.identity.tokens_per_block

@@ -114,6 +114,14 @@ def find_again(engine: Engine) -> None:
     assert until(lambda: engine.generate([prompt(2 * BLOCK + 1, 77)], 1)[0].cached == 2 * BLOCK)
 
 
+def assert_loads(engine: Engine, sidecar: Process, tier: str, cold: list[int]) -> None:
+    """Assert that the long prompt comes from a tier and is answered as it was without a cache."""
+    before = hits(sidecar).get(tier, 0)
+    answer = engine.generate([prompt(LONG)], NEW)[0]
+    assert (answer.cached, answer.tokens) == (STORED, cold)
+    assert hits(sidecar)[tier] - before == STORED
+
+
 def test_another_engine_loads_from_ram(engine: Engine, sidecar: Process, cold: list[int]) -> None:
     before = engine.metrics().get(HITS, 0)
     answer = engine.generate([prompt(LONG)], NEW)[0]
@@ -129,10 +137,7 @@ def test_from_nvme_after_the_sidecar_started_again(
     assert engine.generate([prompt(2 * BLOCK + 1, 77)], 1)[0].cached == 0, "no sidecar is no hit"
     begin(sidecar)
     find_again(engine)
-    before = hits(sidecar).get("nvme", 0)
-    answer = engine.generate([prompt(LONG)], NEW)[0]
-    assert (answer.cached, answer.tokens) == (STORED, cold)
-    assert hits(sidecar)["nvme"] - before == STORED
+    assert_loads(engine, sidecar, "nvme", cold)
 
 
 def test_from_redis_through_another_sidecar(
@@ -143,10 +148,7 @@ def test_from_redis_through_another_sidecar(
     try:
         begin(other)
         find_again(engine)
-        before = hits(other).get("redis", 0)
-        answer = engine.generate([prompt(LONG)], NEW)[0]
-        assert (answer.cached, answer.tokens) == (STORED, cold)
-        assert hits(other)["redis"] - before == STORED
+        assert_loads(engine, other, "redis", cold)
     finally:
         other.kill()
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from tierkv.identity import Identity
 from tierkv.key import Extras, root_key
 from tierkv.part import Part
 from tierkv_connectors.prefill import PrefillCost
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a store block, at least: shorter ones cost more for each byte."""
@@ -45,11 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def options_of(extra: Mapping[str, Any]) -> Options:
     """Return the options of a connector. Raises: TierKVError (invalid) naming the wrong one."""
-    try:
-        return msgspec.convert(dict(extra), Options)
-    except msgspec.ValidationError as error:
-        known = ", ".join(Options.__struct_fields__)
-        raise invalid(f"kv_connector_extra_config: {error}; it may have {known}") from None
+    return _read("kv_connector_extra_config", dict(extra), Options)
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,11 +59,15 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
     """Return a request's wishes. Raises: TierKVError (invalid) naming the wrong one."""
+    return _read('kv_transfer_params["tierkv"]', (params or {}).get("tierkv", {}), Wishes)
+
+
+def _read(where: str, found: object, kind: type[S]) -> S:
     try:
-        return msgspec.convert((params or {}).get("tierkv", {}), Wishes)
+        return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
-        known = ", ".join(Wishes.__struct_fields__)
-        raise invalid(f'kv_transfer_params["tierkv"]: {error}; it may have {known}') from None
+        known = ", ".join(kind.__struct_fields__)
+        raise invalid(f"{where}: {error}; it may have {known}") from None
 
 
 def block_tokens(engine_tokens: int, wanted: int) -> int:

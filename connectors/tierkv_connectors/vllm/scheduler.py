@@ -18,6 +18,7 @@ from tierkv.client import MISS, Client
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.vllm.engine import Output, Request
 from tierkv_connectors.vllm.kept import Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
@@ -156,7 +157,7 @@ class Scheduler:
         kept, first = self._kept, lookup.computed
         start, stop = first // kept.tokens, -(-(first + external) // kept.tokens)
         held.loading = lookup.reply.match
-        held.sources = self._sources(lookup.reply, external)
+        held.sources = tokens_by_tier(lookup.reply.sources, external, kept.tokens)
         wanted = blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
         held.filling = frozenset(wanted)
         self._loads.append(
@@ -288,16 +289,6 @@ class Scheduler:
     def _pays(self, reply: MatchReply) -> bool:
         """Return whether loading beats computing, as far as both are known."""
         return not reply.recompute_s or reply.load_s < reply.recompute_s
-
-    def _sources(self, reply: MatchReply, tokens: int) -> dict[str, int]:
-        """Spread loaded tokens over the tiers that a match names, the last one cut short."""
-        found = {}
-        for tier, blocks in reply.sources.items():
-            count = min(blocks * self._kept.tokens, tokens)
-            tokens -= count
-            if count:
-                found[tier] = count
-        return found
 
     def _forget(self, held: _Request) -> None:
         """End the lease of an answer that is not used, now or when it comes."""

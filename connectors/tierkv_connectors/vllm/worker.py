@@ -45,28 +45,22 @@ class _Saving:
             return bool(hit)
 
 
-class NoWorker:
-    """What a worker does whose KV cannot be kept: every load of the scheduler's is unfilled."""
+class _Reports:
+    """What became of loads, until vLLM asks. A lane may add to it at any time."""
 
     def __init__(self) -> None:
-        self._over: list[Load] = []
+        self._over: deque[tuple[str, Sequence[int]]] = deque()
+        """Loads that are over, by any outcome, with the engine blocks that were not filled."""
         self._unfilled: set[int] = set()
-
-    def fence(self, plan: StepPlan) -> None:
-        """Do nothing: nothing is read."""
-
-    def begin_loads(self, loads: Sequence[Load]) -> None:
-        """Let the loads be over."""
-        self._over += loads
-
-    def begin_saves(self, saves: Sequence[Save]) -> None:
-        """Do nothing."""
 
     def ended(self) -> set[str]:
         """Return the requests whose loads are over since the last call."""
-        over, self._over = self._over, []
-        self._unfilled.update(block for load in over for block in load.blocks)
-        return {load.request for load in over}
+        names: set[str] = set()
+        while self._over:
+            name, unfilled = self._over.popleft()
+            names.add(name)
+            self._unfilled.update(unfilled)
+        return names
 
     def unfilled(self) -> set[int]:
         """Return the engine blocks that loads were to fill and did not, since the last call."""
@@ -74,7 +68,21 @@ class NoWorker:
         return blocks
 
 
-class Worker:
+class NoWorker(_Reports):
+    """What a worker does whose KV cannot be kept: every load of the scheduler's is unfilled."""
+
+    def fence(self, plan: StepPlan) -> None:
+        """Do nothing: nothing is read."""
+
+    def begin_loads(self, loads: Sequence[Load]) -> None:
+        """Let the loads be over."""
+        self._over.extend((load.request, load.blocks) for load in loads)
+
+    def begin_saves(self, saves: Sequence[Save]) -> None:
+        """Do nothing."""
+
+
+class Worker(_Reports):
     """The worker's part.
 
     Args:
@@ -95,6 +103,7 @@ class Worker:
         device: torch.device,
         edge: Edge,
     ) -> None:
+        super().__init__()
         self.counters: Counter[str] = Counter()
         self._kept = kept
         self._client = client
@@ -104,9 +113,6 @@ class Worker:
         self._reader = UnitCopier(kept.identity, kept.part, device)
         self._writer = UnitCopier(kept.identity, kept.part, device)
         self._saving: list[_Saving] = []
-        self._over: deque[tuple[str, Sequence[int]]] = deque()
-        """Loads that are over, by any outcome, with the engine blocks that were not filled."""
-        self._unfilled: set[int] = set()
 
     def fence(self, plan: StepPlan) -> None:
         """Let no save read a block that the step writes; waits for the copy of one block at most.
@@ -129,20 +135,6 @@ class Worker:
             saving = _Saving(save)
             self._saving.append(saving)
             self._executor.submit("save", partial(self._save, saving))
-
-    def ended(self) -> set[str]:
-        """Return the requests whose loads are over since the last call."""
-        names: set[str] = set()
-        while self._over:
-            name, unfilled = self._over.popleft()
-            names.add(name)
-            self._unfilled.update(unfilled)
-        return names
-
-    def unfilled(self) -> set[int]:
-        """Return the engine blocks that loads were to fill and did not, since the last call."""
-        blocks, self._unfilled = self._unfilled, set()
-        return blocks
 
     def _load(self, load: Load) -> None:
         filled = 0
