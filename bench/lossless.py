@@ -32,12 +32,16 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from tierkv_codecs import CODECS
+from tierkv.part import Part
+from tierkv_codecs import CODECS, Place
 from tierkv_codecs.tensors import bits_of, bytes_of
 from tierkv_connectors.models import smollm2
 
 Coder = Callable[[Any], Any]
 Bytes = NDArray[np.uint8]
+
+NOWHERE = Place((), Part(0, 0, 1, 0, 1), 0)
+"""Exact codecs do not look at it."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,11 @@ def own(name: str) -> Candidate:
 
     def encode(block: torch.Tensor) -> tuple[torch.Tensor, int]:
         out = torch.empty(codec.bound(block.numel() * block.itemsize), dtype=torch.uint8)
-        length = sum(codec.encode(block, out))
+        length = sum(codec.encode(block, out, NOWHERE))
         return out[:length], length
 
     def decode(code: torch.Tensor, out: torch.Tensor) -> None:
-        codec.decode(code, (code.numel(),), out)
+        codec.decode(code, (code.numel(),), out, NOWHERE)
 
     return Candidate(f"tierkv {name}", encode, decode)
 

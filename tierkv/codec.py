@@ -6,7 +6,6 @@ A codec id names one byte format for ever; a changed format is a new id.
 import msgspec
 
 from tierkv.errors import invalid
-from tierkv.fidelity import Fidelity
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,25 +13,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     `ratio` (raw bytes over payload bytes) and `decode_bps` (raw bytes per second) are expectations
     that the cost model starts from. `bound_extra` is what a payload may exceed the raw bytes by.
+    A block of an exact profile keeps the fidelity of what it was computed on; what a `lossy` one
+    may promise is measured for each model and never stands here.
     """
 
     name: str
     number: int
     codec_id: int
-    fidelity: Fidelity
+    lossy: bool = False
     ratio: float
     decode_bps: float
     bound_extra: int = 0
 
 
-RAW = Profile(
-    name="raw", number=1, codec_id=1, fidelity=Fidelity.EXACT, ratio=1.0, decode_bps=float("inf")
-)
+RAW = Profile(name="raw", number=1, codec_id=1, ratio=1.0, decode_bps=float("inf"))
 LOSSLESS = Profile(
     name="lossless",
     number=2,
     codec_id=2,
-    fidelity=Fidelity.EXACT,
     ratio=1.45,
     decode_bps=1.6e9,
     bound_extra=1024,

@@ -224,7 +224,7 @@ class Puts:
                     call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES],
                     parts[index],
                     profile.number,
-                    min(call.fidelity, profile.fidelity),
+                    call.fidelity,
                     frame.DERIVED if call.derived else 0,
                     nbytes,
                     -(-nbytes // page) * page,

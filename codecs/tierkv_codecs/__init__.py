@@ -3,12 +3,29 @@
 Names and ids agree with the profiles in `tierkv.codec`, which is all that the core knows of them.
 """
 
-from tierkv_codecs.codec import Codec, CodecError, CodecRegistry
+from tierkv_codecs.codec import (
+    NO_ARTIFACT,
+    SINKS,
+    Codec,
+    CodecError,
+    CodecRegistry,
+    Place,
+    Unsuited,
+)
 from tierkv_codecs.lossless import Lossless
 from tierkv_codecs.raw import Raw
 
-__all__ = ["CODECS", "Codec", "CodecError", "CodecRegistry", "Lossless", "Raw"]
+__all__ = [
+    "CODECS",
+    "NO_ARTIFACT",
+    "SINKS",
+    "Codec",
+    "CodecError",
+    "CodecRegistry",
+    "Lossless",
+    "Place",
+    "Raw",
+    "Unsuited",
+]
 
-CODECS = CodecRegistry()
-CODECS.add(Raw())
-CODECS.add(Lossless())
+CODECS = CodecRegistry([Raw(), Lossless()])

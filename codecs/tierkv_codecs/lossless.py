@@ -34,7 +34,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from tierkv_codecs.codec import CodecError
+from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place
 from tierkv_codecs.tensors import (
     bits_of,
     bytes_of,
@@ -90,11 +90,17 @@ class Lossless:
     id: int = 2
     name: str = "lossless"
     lossy: bool = False
+    artifact: bytes = NO_ARTIFACT
 
     def bound(self, raw_bytes: int) -> int:
         return HEADER.size + raw_bytes
 
-    def encode(self, block: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    def encode(
+        self,
+        block: torch.Tensor,
+        out: torch.Tensor,
+        place: Place,  # noqa: ARG002 -- exact wherever it stands
+    ) -> tuple[int, ...]:
         size = raw_bytes_of(block)
         check_out(out, self.bound(size))
         plain = block if is_plain(block) else bits_of(block).cpu().contiguous()
@@ -107,7 +113,13 @@ class Lossless:
             length = HEADER.size + size
         return (length,)
 
-    def decode(self, payload: torch.Tensor, segments: tuple[int, ...], out: torch.Tensor) -> None:
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: tuple[int, ...],
+        out: torch.Tensor,
+        place: Place,  # noqa: ARG002 -- exact wherever it stands
+    ) -> None:
         check_payload(payload, segments)
         size = raw_bytes_of(out)
         plain = out if is_plain(out) else torch.empty(out.shape, dtype=out.dtype)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tierkv_codecs.codec import CodecError
+from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place
 from tierkv_codecs.tensors import (
     bits_of,
     bytes_of,
@@ -21,11 +21,17 @@ class Raw:
     id: int = 1
     name: str = "raw"
     lossy: bool = False
+    artifact: bytes = NO_ARTIFACT
 
     def bound(self, raw_bytes: int) -> int:
         return raw_bytes
 
-    def encode(self, block: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    def encode(
+        self,
+        block: torch.Tensor,
+        out: torch.Tensor,
+        place: Place,  # noqa: ARG002 -- exact wherever it stands
+    ) -> tuple[int, ...]:
         size = raw_bytes_of(block)
         check_out(out, size)
         if block.is_contiguous():
@@ -37,7 +43,13 @@ class Raw:
             out[:size].copy_(bytes_of(block.contiguous()))
         return (size,)
 
-    def decode(self, payload: torch.Tensor, segments: tuple[int, ...], out: torch.Tensor) -> None:
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: tuple[int, ...],
+        out: torch.Tensor,
+        place: Place,  # noqa: ARG002 -- exact wherever it stands
+    ) -> None:
         check_payload(payload, segments)
         size = raw_bytes_of(out)
         if payload.numel() != size:

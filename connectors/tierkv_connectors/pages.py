@@ -18,10 +18,10 @@ import torch
 from tierkv import frame
 from tierkv.client import Pieces, Transfer
 from tierkv.codec import BY_CODEC_ID, RAW, Profile
-from tierkv.errors import invalid
+from tierkv.errors import TierKVError, invalid
 from tierkv.identity import Identity
 from tierkv.part import Part
-from tierkv_codecs import CODECS, CodecError
+from tierkv_codecs import CODECS, CodecRegistry, Place
 
 
 class Piece(NamedTuple):
@@ -71,11 +71,19 @@ def scatter(block: torch.Tensor, views: Views) -> None:
 class UnitCopier:
     """Copies units of one part between an engine's memory and the arena.
 
-    One at a time: the scratch memory is reused from unit to unit.
+    One at a time: the scratch memory is reused from unit to unit. `codecs` has the calibrated ones
+    too that may be read or written.
     """
 
-    def __init__(self, identity: Identity, part: Part, device: torch.device) -> None:
-        spec = identity.layers[identity.groups[part.group][0]]
+    def __init__(
+        self,
+        identity: Identity,
+        part: Part,
+        device: torch.device,
+        codecs: CodecRegistry = CODECS,
+    ) -> None:
+        layers = tuple(identity.layers[number] for number in identity.groups[part.group])
+        spec = layers[0]
         if spec.k_dim != spec.v_dim:
             raise invalid(f"keys of {spec.k_dim} and values of {spec.v_dim} are not supported yet")
         self.dtype = DTYPES[identity.kv_dtype]
@@ -87,13 +95,15 @@ class UnitCopier:
             spec.k_dim,
         )
         self._raw_bytes = part.raw_bytes(identity)
+        self._place = Place(layers[part.layer_start : part.layer_stop], part, 0)
+        self._codecs = codecs
         self._device = device
         self._block: torch.Tensor | None = None
         self._payload: torch.Tensor | None = None
 
     @torch.no_grad()
-    def write(self, views: Views, profile: Profile, pieces: Pieces) -> int:
-        """Encode the views into the pieces of a reservation.
+    def write(self, views: Views, profile: Profile, pieces: Pieces, position: int) -> int:
+        """Encode the views, whose first token has `position`, into the pieces of a reservation.
 
         Returns: payload bytes; 0 when they do not fit, which gives the unit up.
         """
@@ -102,12 +112,14 @@ class UnitCopier:
             return self._raw_bytes
         block = self._scratch_block()
         gather(views, block)
-        codec = CODECS.of_id(profile.codec_id)
+        codec = self._codecs.named(profile.name)
+        place = self._place._replace(position=position)
         bound = codec.bound(self._raw_bytes)
         if len(pieces) == 1 and len(pieces[0]) >= bound:
-            return sum(codec.encode(block, torch.frombuffer(pieces[0], dtype=torch.uint8)))
+            out = torch.frombuffer(pieces[0], dtype=torch.uint8)
+            return sum(codec.encode(block, out, place))
         payload = self._scratch_payload(bound)
-        length = sum(codec.encode(block, payload))
+        length = sum(codec.encode(block, payload, place))
         if length > sum(map(len, pieces)):
             return 0
         _spread(payload[:length], pieces)
@@ -131,7 +143,7 @@ class UnitCopier:
             return False
         try:
             self._decode(header, pieces, views)
-        except CodecError:
+        except TierKVError:  # not the codec's payload, or another calibration's
             return False
         return True
 
@@ -141,8 +153,9 @@ class UnitCopier:
             scatter(self._as_block(pieces[0]), views)
             return
         block = self._scratch_block()
-        codec = CODECS.of_id(header.codec_id)
-        codec.decode(self._collect(pieces, header.payload_bytes), header.segments, block)
+        codec = self._codecs.of_id(header.codec_id, header.artifact)
+        place = self._place._replace(position=header.position)
+        codec.decode(self._collect(pieces, header.payload_bytes), header.segments, block, place)
         scatter(block, views)
 
     def _in_place(self, pieces: Pieces) -> bool:

@@ -336,7 +336,10 @@ class PrefixCache:
         try:
             lengths = [
                 self._copier.write(
-                    self._views(keys, values, unit), profile, reservation.payload(index)
+                    self._views(keys, values, unit),
+                    profile,
+                    reservation.payload(index),
+                    unit * self.identity.tokens_per_block,
                 )
                 for index, unit in enumerate(reservation.units)
             ]

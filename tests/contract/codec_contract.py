@@ -23,7 +23,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv_codecs import CODECS, Codec, CodecError
+from tierkv.identity import LayerSpec, Rope
+from tierkv.part import Part
+from tierkv_codecs import CODECS, Codec, CodecError, Place
 from tierkv_codecs.tensors import bits_of
 
 GUARD = 0xA5
@@ -69,11 +71,18 @@ def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(dtype)
 
 
+def place_of(block: torch.Tensor, position: int = 1024) -> Place:
+    """Return a place for a block of any shape; a canonical one has a layer for each of its own."""
+    layers, _, _, heads, dim = block.shape if block.dim() == 5 else (1, 2, 1, 1, 1)
+    spec = LayerSpec(kv_heads=heads, k_dim=dim, v_dim=dim, rope=Rope())
+    return Place((spec,) * layers, Part(0, 0, layers, 0, heads), position)
+
+
 def encoded(codec: Codec, block: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Encode into a buffer with guard bytes around it; return payload and segments."""
     bound = codec.bound(block.numel() * block.itemsize)
     buffer = torch.full((bound + 128,), GUARD, dtype=torch.uint8)
-    segments = codec.encode(block, buffer[64 : 64 + bound])
+    segments = codec.encode(block, buffer[64 : 64 + bound], place_of(block))
     length = sum(segments)
     assert all(segment >= 0 for segment in segments)
     assert length <= bound
@@ -143,7 +152,7 @@ class CodecContract:
         kept = payload.clone()
         if out is None:
             out = torch.empty(block.shape, dtype=block.dtype)
-        self.codec.decode(payload, segments, out)
+        self.codec.decode(payload, segments, out, place_of(out))
         assert torch.equal(bits_of(block), before), "encode changed its input"
         assert torch.equal(payload, kept), "decode changed its payload"
         assert out.shape == block.shape
@@ -191,10 +200,10 @@ class CodecContract:
             source = block.transpose(0, 2)
             bound = self.codec.bound(source.numel() * source.itemsize)
             buffer = torch.zeros(bound + 3, dtype=torch.uint8)
-            segments = self.codec.encode(source, buffer[3:])
+            segments = self.codec.encode(source, buffer[3:], place_of(source))
             payload = buffer[3 : 3 + sum(segments)]
             out = torch.zeros_like(block).transpose(0, 2)
-            self.codec.decode(payload, segments, out)
+            self.codec.decode(payload, segments, out, place_of(out))
             self.check_close(out, source)
 
     def test_the_same_bytes_in_another_process_and_with_any_thread_count(self) -> None:
@@ -248,7 +257,7 @@ class CodecContract:
         bound = self.codec.bound(block.numel() * block.itemsize)
         for size in (0, 1, bound - 1):
             with pytest.raises(CodecError, match="bytes"):
-                self.codec.encode(block, torch.empty(size, dtype=torch.uint8))
+                self.codec.encode(block, torch.empty(size, dtype=torch.uint8), place_of(block))
 
     def test_a_wrong_buffer_or_payload_is_refused(self) -> None:
         block = kv_like((2, 2, 16, 3, 64), self.dtypes[0])
@@ -257,17 +266,18 @@ class CodecContract:
         wide = torch.zeros(2 * bound, dtype=torch.uint8)
         for out in (wide[::2], wide.view(2, -1), wide.to(torch.int16)):
             with pytest.raises(CodecError):
-                self.codec.encode(block, out)
+                self.codec.encode(block, out, place_of(block))
         for wrong in (payload.to(torch.int16), payload.repeat_interleave(2)[::2], payload[None]):
             with pytest.raises(CodecError):
-                self.codec.decode(wrong, segments, torch.empty_like(block))
+                self.codec.decode(wrong, segments, torch.empty_like(block), place_of(block))
 
     def test_an_unsupported_dtype_is_refused(self) -> None:
+        block = torch.zeros(4, dtype=torch.float64)
         with pytest.raises(CodecError, match="float64"):
-            self.codec.encode(torch.zeros(4, dtype=torch.float64), torch.zeros(99).byte())
+            self.codec.encode(block, torch.zeros(99).byte(), place_of(block))
         payload, segments = encoded(self.codec, torch.zeros(4, dtype=self.dtypes[0]))
         with pytest.raises(CodecError, match="float64"):
-            self.codec.decode(payload, segments, torch.zeros(4, dtype=torch.float64))
+            self.codec.decode(payload, segments, block, place_of(block))
 
     def test_segments_that_do_not_add_up_are_refused(self) -> None:
         block = kv_like((2, 2, 16, 3, 64), self.dtypes[0])
@@ -275,14 +285,15 @@ class CodecContract:
         longer, shorter = (*segments[:-1], segments[-1] + 1), (*segments[:-1], segments[-1] - 1)
         for wrong in ((), longer, shorter, (-1, *segments), (payload.numel() + 1, -1)):
             with pytest.raises(CodecError):
-                self.codec.decode(payload, wrong, torch.empty_like(block))
+                self.codec.decode(payload, wrong, torch.empty_like(block), place_of(block))
 
     def test_a_block_of_another_size_is_refused(self) -> None:
         block = kv_like((2, 2, 16, 3, 64), self.dtypes[0])
         payload, segments = encoded(self.codec, block)
         for shape in [(2, 2, 15, 3, 64), (2, 2, 17, 3, 64), (0,), (1,), (2, 2, 160, 3, 64)]:
+            out = torch.empty(shape, dtype=block.dtype)
             with pytest.raises(CodecError):
-                self.codec.decode(payload, segments, torch.empty(shape, dtype=block.dtype))
+                self.codec.decode(payload, segments, out, place_of(out))
 
     def test_damage_is_refused_or_decodes_to_something(self) -> None:
         """A payload may be damaged where only the frame's checksum can tell; it must not crash."""
@@ -292,7 +303,7 @@ class CodecContract:
                 out = torch.empty(shape, dtype=dtype)
                 for number, bad in enumerate(damaged(payload, seed=1)):
                     try:
-                        self.codec.decode(bad, (bad.numel(),), out)
+                        self.codec.decode(bad, (bad.numel(),), out, place_of(out))
                     except CodecError:
                         continue
                     assert bad.numel() == payload.numel(), f"damage {number} changed the length"
@@ -301,8 +312,9 @@ class CodecContract:
         @given(st.binary(max_size=200), st.sampled_from(self.dtypes), st.integers(0, 40))
         def property_holds(junk: bytes, dtype: torch.dtype, count: int) -> None:
             payload = torch.tensor(list(junk), dtype=torch.uint8)
+            out = torch.empty(count, dtype=dtype)
             with contextlib.suppress(CodecError):
-                self.codec.decode(payload, (len(junk),), torch.empty(count, dtype=dtype))
+                self.codec.decode(payload, (len(junk),), out, place_of(out))
 
         property_holds()
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 import bench.lossless
-from tests.contract.codec_contract import ExactCodecContract, encoded, kv_like, random_bits
+from tests.contract.codec_contract import (
+    ExactCodecContract,
+    encoded,
+    kv_like,
+    place_of,
+    random_bits,
+)
 from tierkv.codec import BY_CODEC_ID
 from tierkv.errors import ErrorKind, TierKVError
 from tierkv_codecs import CODECS, CodecError, CodecRegistry, Lossless, Raw
@@ -66,7 +72,7 @@ class TestLossless(ExactCodecContract):
         payload, segments = encoded(self.codec, block)
         payload[4:8] = torch.tensor(list(piece.to_bytes(4, "little")), dtype=torch.uint8)
         with pytest.raises(CodecError):
-            self.codec.decode(payload, segments, torch.empty_like(block))
+            self.codec.decode(payload, segments, torch.empty_like(block), place_of(block))
 
     def test_a_frame_that_claims_more_than_its_piece_is_refused(self) -> None:
         """The claim is what zstd would allocate; here it is 2**62 bytes."""
@@ -76,7 +82,7 @@ class TestLossless(ExactCodecContract):
         payload[frame + 4] = 0xE0
         payload[frame + 5 : frame + 13] = torch.tensor([0] * 7 + [64], dtype=torch.uint8)
         with pytest.raises(CodecError, match="does not hold"):
-            self.codec.decode(payload, segments, torch.empty_like(block))
+            self.codec.decode(payload, segments, torch.empty_like(block), place_of(block))
 
     def test_real_kv_shrinks(self, real_kv: torch.Tensor) -> None:
         for tokens in (PROMPT_TOKENS, 64):
@@ -108,6 +114,20 @@ def test_registry_refuses_a_taken_name_and_a_taken_id() -> None:
     with pytest.raises(TierKVError, match="id 77 is taken by 'named'"):
         registry.add(Named(name="other"))
     assert registry.all() == (Named(),)
+
+
+def test_registry_tells_calibrations_of_one_format_apart() -> None:
+    one, other = bytes([1] * 32), bytes([2] * 32)
+    registry = CodecRegistry([Named(name="a@8x", artifact=one), Named(name="a@16x", artifact=one)])
+    assert registry.of_id(77, one).name == "a@8x"
+    with pytest.raises(TierKVError, match="id 77 with artifact 0202020202020202 is not known"):
+        registry.of_id(77, other)
+    with pytest.raises(TierKVError, match="id 77 is not known"):
+        registry.of_id(77)
+    registry.add(Named(name="b@8x", artifact=other))
+    assert registry.of_id(77, other).name == "b@8x"
+    with pytest.raises(TierKVError, match="id 77 is taken by 'a@8x'"):
+        registry.add(Named(name="fixed"))
 
 
 def test_registry_names_the_known_codecs_when_it_is_asked_for_another() -> None:

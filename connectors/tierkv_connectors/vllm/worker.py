@@ -200,7 +200,10 @@ class Worker(_Reports):
                 if saving.lost.intersection(blocks):
                     break
                 lengths[index] = self._writer.write(
-                    self._layout.views(blocks, 0), profile, reservation.payload(index)
+                    self._layout.views(blocks, 0),
+                    profile,
+                    reservation.payload(index),
+                    reservation.units[index] * self._kept.identity.tokens_per_block,
                 )
                 saving.left.difference_update(blocks)
         return lengths

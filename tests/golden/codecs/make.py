@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.codec_contract import place_of
 from tierkv_codecs import CODECS, Codec
 from tierkv_codecs.tensors import bytes_of
 
@@ -50,7 +51,7 @@ def make(codec: Codec) -> None:
         if codec.id == 1 and name == "pieces-uint8":
             continue
         buffer = torch.empty(codec.bound(block.numel() * block.itemsize), dtype=torch.uint8)
-        segments = codec.encode(block, buffer)
+        segments = codec.encode(block, buffer, place_of(block))
         values = bytes_of(block.contiguous()).numpy().tobytes()
         payload = buffer[: sum(segments)].numpy().tobytes()
         (folder / f"{name}.block").write_bytes(values)

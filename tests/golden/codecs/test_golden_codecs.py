@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.codec_contract import place_of
 from tests.golden.codecs.make import FOLDER, MANIFEST, folder_of, main, make
 from tierkv_codecs import CODECS
 from tierkv_codecs.tensors import bytes_of
@@ -50,7 +51,7 @@ def test_payloads_decode_to_their_blocks(name: str) -> None:
         assert hashlib.sha256(payload).hexdigest() == vector["payload_sha256"]
         out = torch.empty(vector["shape"], dtype=getattr(torch, vector["dtype"]))
         buffer = torch.tensor(list(payload), dtype=torch.uint8)
-        codec.decode(buffer, tuple(vector["segments"]), out)
+        codec.decode(buffer, tuple(vector["segments"]), out, place_of(out))
         assert bytes_of(out).numpy().tobytes() == values, vector["name"]
 
 
