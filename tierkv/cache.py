@@ -30,7 +30,7 @@ from tierkv.matches import Matches
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.policies.lru import Lru
-from tierkv.policy import Policy
+from tierkv.policy import ServicePolicy
 from tierkv.puts import Puts
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
@@ -58,7 +58,7 @@ class TierKV:
         settings: StoreSettings,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
-        policy: Policy | None = None,
+        policy: ServicePolicy | None = None,
     ) -> None:
         policy = policy or Lru(1 + len(lower))
         self._store = Store(host, lower, policy, executor, clock, settings)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from tierkv.catalog import READY, Catalog, Rows
 from tierkv.codec import Profile
 from tierkv.cost import Rates, Recompute, load_seconds, pick_profile
+from tierkv.key import KEY_BYTES
 from tierkv.plan import PutPlan, RegionPlan, StagePlan
-from tierkv.policy import Policy
+from tierkv.policy import Policy, ServicePolicy
 from tierkv.tier import Region
 
 CARRY_SHARE = 0.5
@@ -25,6 +26,7 @@ RAM = 0
 def plan_put(
     policy: Policy,
     view: Catalog,
+    keys: bytes,
     known: Sequence[bool],
     sizes: Sequence[int],
     profile: Profile,
@@ -33,19 +35,21 @@ def plan_put(
 ) -> PutPlan:
     """Decide which units of a put are written and what makes room for them.
 
-    Units are taken head first; where room ends the rest of the chain is refused, in whole blocks:
-    a block behind a gap could never be hit.
+    Units are taken head first; where the policy declines a block or room ends, the rest of the
+    chain is refused, in whole blocks: a block behind a gap could never be hit.
 
     Args:
-        policy: says what RAM gives up first.
+        policy: says what may enter RAM and what it gives up first.
         view: the catalog.
+        keys: of the chain's blocks.
         known: per unit (block-major): needs no copy.
         sizes: per part: RAM bytes to allocate, the profile's upper bound.
         profile: of the new frames.
         free: free bytes of RAM.
         parts: units per block.
     """
-    wanted = [unit for unit, has in enumerate(known) if not has]
+    missing = [unit for unit, has in enumerate(known) if not has]
+    wanted = _worth(policy, view, keys, missing, parts)
     total = sum(sizes[unit % parts] for unit in wanted)
     drops: list[int] = []
     if total > free:
@@ -61,11 +65,22 @@ def plan_put(
             fit -= 1
     return PutPlan(
         units=wanted[:fit],
-        known=len(known) - len(wanted),
-        refused=len(wanted) - fit,
+        known=len(known) - len(missing),
+        refused=len(missing) - fit,
         profile=profile,
         drops=drops if fit else [],
     )
+
+
+def _worth(policy: Policy, view: Catalog, keys: bytes, missing: list[int], parts: int) -> list[int]:
+    """Return the missing units of those blocks that the policy lets into RAM."""
+    blocks = list(dict.fromkeys(unit // parts for unit in missing))
+    worth = policy.offered(
+        view, RAM, [keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] for block in blocks]
+    )
+    if worth == len(blocks):
+        return missing
+    return [unit for unit in missing if unit // parts < blocks[worth]]
 
 
 def plan_profile(profiles: Sequence[Profile], lower: Sequence[Rates]) -> Profile:
@@ -119,7 +134,7 @@ def plan_stage(
 
 
 def plan_region(
-    policy: Policy, view: Catalog, tier: int, regions: Sequence[Region], rows: Rows
+    policy: ServicePolicy, view: Catalog, tier: int, regions: Sequence[Region], rows: Rows
 ) -> RegionPlan | None:
     """Choose the region that costs least to free and name what survives it.
 

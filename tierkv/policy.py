@@ -1,11 +1,13 @@
-"""Policy: which placements a tier gives up first.
+"""Policy: what may enter a tier, and which placements it gives up first.
 
 Sees access history and sizes, never bytes or clocks.
 
-Rows are the Catalog's; the policy keeps its own columns beside them. Implementations live in
-`tierkv/policies/`, one file each, and inherit `tests/contract/policy_contract.py`.
+Rows are the Catalog's; the policy keeps its own columns beside them. What the service can run lives
+in `tierkv/policies/`, one file each; what it is compared with in `tierkv/simulation/`. All inherit
+`tests/contract/policy_contract.py`.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from tierkv.catalog import Catalog, Rows
@@ -22,11 +24,18 @@ class Policy(Protocol):
     def forgot(self, rows: Rows) -> None:
         """Placements are gone; their row numbers may come back as others."""
 
-    def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
-        """Return ready, unheld placements worth least that free `need` bytes, or all of them.
+    def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
+        """Blocks of one chain, head first, that a tier lacks are to be written to it.
 
-        Never a block whose descendants (touched with it, behind it) stay.
+        Told once, before room is made. Returns how many of them, from the first on, are worth it.
         """
+
+    def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
+        """Return ready, unheld placements worth least that free `need` bytes, or all of them."""
+
+
+class ServicePolicy(Policy, Protocol):
+    """A policy for chains and logs: no victim has descendants (touched with it) that stay."""
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return which rows of a tier are worth writing again when their region is reclaimed."""

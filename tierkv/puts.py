@@ -67,7 +67,7 @@ class Puts:
         known += [self._known(head, call.fidelity, namespace) for head in heads[skipped:]]
         profile = planner.plan_profile(_profiles(call), [low.io.rates for low in store.lower])
         before = self._before(heads, known)
-        plan = self._plan(known, raw, profile)
+        plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
         store.totals["known_units"] += plan_known
         store.counters["put_refused_full"] += plan.refused
@@ -202,12 +202,12 @@ class Puts:
         catalog.hold(mine)
         return mine
 
-    def _plan(self, known: list[bool], raw: list[int], profile: Profile) -> PutPlan:
+    def _plan(self, keys: bytes, known: list[bool], raw: list[int], profile: Profile) -> PutPlan:
         store, catalog = self._store, self._store.catalog
         page = store.host.page_bytes
         sizes = [-(-(HEADER_BYTES + size + profile.bound_extra) // page) * page for size in raw]
         free = store.host.space().free
-        return planner.plan_put(store.policy, catalog, known, sizes, profile, free, len(raw))
+        return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, len(raw))
 
     def _begin(self, call: PutCall, parts: list[int], plan: PutPlan, raw: list[int]) -> list[int]:
         store, profile = self._store, plan.profile

@@ -24,7 +24,7 @@ from tierkv.errors import invalid, unavailable
 from tierkv.executor import Executor
 from tierkv.namespace import Namespaces
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.policy import Policy
+from tierkv.policy import ServicePolicy
 from tierkv.settings import StoreSettings
 from tierkv.tier import DurableTier, FrameId, RegionTier, SharedTier
 from tierkv.tiers.host import HostTier
@@ -101,7 +101,7 @@ class Store:
         self,
         host: HostTier,
         lower: Sequence[DurableTier],
-        policy: Policy,
+        policy: ServicePolicy,
         executor: Executor,
         clock: Clock,
         settings: StoreSettings,

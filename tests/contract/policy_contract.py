@@ -1,7 +1,10 @@
-"""The contract every policy keeps, as a suite to inherit.
+"""The contracts that policies keep, as suites to inherit.
 
-class TestLru(PolicyContract):
-    def make_policy(self, tiers: int) -> Policy: ...
+class TestLru(ServicePolicyContract):
+    def make_policy(self, tiers: int) -> ServicePolicy: ...
+
+`PolicyContract` is for all; `ServicePolicyContract` adds what the service relies on: of a chain the
+tail goes before the head. What the literature publishes does not know chains.
 """
 
 import random
@@ -12,16 +15,22 @@ import pytest
 
 from tests.frames import WHOLE, key_of
 from tierkv.catalog import READY, Catalog, Unit
-from tierkv.policy import Policy
+from tierkv.policy import Policy, ServicePolicy
 
 SIZE = 4096
 
 
 class Shelf:
-    """A catalog with chains of placements, and a policy that is told of them."""
+    """A catalog with chains of placements, and a policy that is told of them.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+        policy: under test.
+        tails_first: every answer must leave no tail behind its head.
+    """
+
+    def __init__(self, policy: Policy, *, tails_first: bool = True) -> None:
         self.policy = policy
+        self.tails_first = tails_first
         self.catalog = Catalog(["host", "nvme"])
         self.catalog.part_number(WHOLE)
         self.parent: dict[int, int] = {}
@@ -75,7 +84,7 @@ class Shelf:
             assert self.catalog.tier[row] == tier
         if need > 0 and rows:
             assert sum(sizes[row] for row in rows[:-1]) < need, "more than was asked for"
-        for row, parent in self.parent.items():
+        for row, parent in self.parent.items() if self.tails_first else ():
             usable = self.catalog.state[row] == READY and not self.catalog.holds[row]
             assert parent not in rows or row in rows or not usable, "a head goes before its tail"
         return rows
@@ -84,13 +93,15 @@ class Shelf:
 class PolicyContract:
     """Inherit and implement `make_policy`."""
 
+    TAILS_FIRST = False
+
     def make_policy(self, tiers: int) -> Policy:
         """Return a policy that was told of nothing."""
         raise NotImplementedError
 
     @pytest.fixture
     def shelf(self) -> Iterator[Shelf]:
-        shelf = Shelf(self.make_policy(2))
+        shelf = Shelf(self.make_policy(2), tails_first=self.TAILS_FIRST)
         yield shelf
         shelf.victims(1 << 40)
 
@@ -112,6 +123,86 @@ class PolicyContract:
         shelf.touch(rows[-1])
         assert shelf.victims(3 * SIZE) == shelf.victims(3 * SIZE)
 
+    def test_held_and_unfinished_placements_stay(self, shelf: Shelf) -> None:
+        rows = shelf.chain(6)
+        shelf.touch(rows[-1])
+        writing = shelf.add(2, ready=False)
+        shelf.policy.touched(shelf.catalog, writing)
+        shelf.catalog.hold(rows[:4])
+        assert set(shelf.victims(1 << 40)) == set(rows[4:])
+        shelf.catalog.unhold(rows[:4])
+        assert set(shelf.victims(1 << 40)) == set(rows)
+        shelf.catalog.commit(writing)
+        assert set(shelf.victims(1 << 40)) == set(rows) | set(writing)
+
+    def test_tiers_are_kept_apart(self, shelf: Shelf) -> None:
+        rows, below = shelf.chain(4), shelf.chain(4, tier=1)
+        shelf.policy.touched(
+            shelf.catalog, [row for pair in zip(rows, below, strict=True) for row in pair]
+        )
+        assert len(shelf.victims(2 * SIZE, tier=1)) == 2
+        assert set(shelf.victims(1 << 40, tier=1)) == set(below)
+        assert set(shelf.victims(1 << 40)) == set(rows)
+
+    def test_a_row_that_comes_back_is_another(self, shelf: Shelf) -> None:
+        old = shelf.chain(4)
+        shelf.touch(old[-1])
+        shelf.drop(old)
+        assert shelf.victims(1 << 40) == []
+        new = shelf.chain(4)
+        assert set(new) == set(old)
+        shelf.touch(new[-1])
+        assert len(shelf.victims(2 * SIZE)) == 2
+        assert set(shelf.victims(1 << 40)) == set(new)
+
+    def test_rows_may_go_before_they_were_ever_touched(self, shelf: Shelf) -> None:
+        rows = shelf.add(3000, ready=False)
+        shelf.catalog.abort(rows)
+        shelf.policy.forgot(rows)
+        assert shelf.victims(1) == []
+
+    def test_an_offer_is_answered_with_how_many(self, shelf: Shelf) -> None:
+        keys = [key_of(number) for number in range(900, 905)]
+        assert 0 <= shelf.policy.offered(shelf.catalog, 0, keys) <= len(keys)
+        assert shelf.policy.offered(shelf.catalog, 0, []) == 0
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_answers_hold_over_a_growing_and_shrinking_tree(self, shelf: Shelf, seed: int) -> None:
+        """`Shelf.victims` looks at every answer; what is left is still known at the end."""
+        rng = random.Random(seed)
+        for _ in range(400):
+            alive = list(shelf.parent)
+            act = rng.random()
+            if act < 0.35 or not alive:
+                behind = rng.choice([-1, *alive])
+                shelf.policy.offered(shelf.catalog, 0, [key_of(rng.randrange(1000))])
+                rows = shelf.chain(rng.randint(1, 4), behind, size=SIZE * rng.randint(1, 4))
+                shelf.touch(rows[-1])
+            elif act < 0.7:
+                shelf.touch(rng.choice(alive))
+            else:
+                shelf.drop(shelf.victims(SIZE * rng.randint(1, 12)))
+        assert set(shelf.victims(1 << 40)) == set(shelf.parent)
+
+    def test_many_uses_stay_cheap(self, shelf: Shelf) -> None:
+        """A decision costs what it gives up, however much was used before."""
+        chains = [shelf.chain(50) for _ in range(20)]
+        for turn in range(2000):
+            shelf.touch(chains[turn * 7 % 20][-1])
+        start = time.perf_counter()
+        for _ in range(100):
+            shelf.victims(SIZE)
+        assert time.perf_counter() - start < 2.0
+
+
+class ServicePolicyContract(PolicyContract):
+    """Inherit and implement `make_policy`."""
+
+    TAILS_FIRST = True
+
+    def make_policy(self, tiers: int) -> ServicePolicy:
+        raise NotImplementedError
+
     def test_a_chain_goes_tail_first(self, shelf: Shelf) -> None:
         rows = shelf.chain(8)
         shelf.touch(rows[-1])
@@ -132,19 +223,7 @@ class PolicyContract:
         shelf.touch(two[-1])
         assert not set(shelf.victims(6 * SIZE)) & set(trunk)
 
-    def test_held_and_unfinished_placements_stay(self, shelf: Shelf) -> None:
-        rows = shelf.chain(6)
-        shelf.touch(rows[-1])
-        writing = shelf.add(2, ready=False)
-        shelf.policy.touched(shelf.catalog, writing)
-        shelf.catalog.hold(rows[:4])
-        assert set(shelf.victims(1 << 40)) == set(rows[4:])
-        shelf.catalog.unhold(rows[:4])
-        assert set(shelf.victims(1 << 40)) == set(rows)
-        shelf.catalog.commit(writing)
-        assert set(shelf.victims(1 << 40)) == set(rows) | set(writing)
-
-    def test_tiers_are_kept_apart(self, shelf: Shelf) -> None:
+    def test_each_tier_goes_tail_first(self, shelf: Shelf) -> None:
         rows, below = shelf.chain(4), shelf.chain(4, tier=1)
         shelf.policy.touched(
             shelf.catalog, [row for pair in zip(rows, below, strict=True) for row in pair]
@@ -152,52 +231,12 @@ class PolicyContract:
         assert set(shelf.victims(2 * SIZE, tier=1)) == set(below[2:])
         assert set(shelf.victims(2 * SIZE)) == set(rows[2:])
 
-    def test_a_row_that_comes_back_is_another(self, shelf: Shelf) -> None:
-        old = shelf.chain(4)
-        shelf.touch(old[-1])
-        shelf.drop(old)
-        assert shelf.victims(1 << 40) == []
-        new = shelf.chain(4)
-        assert set(new) == set(old)
-        shelf.touch(new[-1])
-        assert set(shelf.victims(2 * SIZE)) == set(new[2:])
-
-    def test_rows_may_go_before_they_were_ever_touched(self, shelf: Shelf) -> None:
-        rows = shelf.add(3000, ready=False)
-        shelf.catalog.abort(rows)
-        shelf.policy.forgot(rows)
-        assert shelf.victims(1) == []
-
-    def test_answers_about_rows_fit_the_rows(self, shelf: Shelf) -> None:
+    def test_answers_about_rows_fit_the_rows(self) -> None:
+        policy = self.make_policy(2)
+        shelf = Shelf(policy)
         rows = shelf.chain(8)
         shelf.touch(rows[-1])
-        assert sorted(shelf.policy.oldest(rows)) == sorted(rows)
-        assert shelf.policy.oldest([]) == []
-        assert len(shelf.policy.keeps(shelf.catalog, 0, rows)) == len(rows)
-        assert shelf.policy.keeps(shelf.catalog, 0, []) == []
-
-    @pytest.mark.parametrize("seed", range(6))
-    def test_no_head_ever_goes_before_its_tail(self, shelf: Shelf, seed: int) -> None:
-        """`Shelf.victims` looks at every answer, over a growing and shrinking tree."""
-        rng = random.Random(seed)
-        for _ in range(400):
-            alive = list(shelf.parent)
-            act = rng.random()
-            if act < 0.35 or not alive:
-                behind = rng.choice([-1, *alive])
-                rows = shelf.chain(rng.randint(1, 4), behind, size=SIZE * rng.randint(1, 4))
-                shelf.touch(rows[-1])
-            elif act < 0.7:
-                shelf.touch(rng.choice(alive))
-            else:
-                shelf.drop(shelf.victims(SIZE * rng.randint(1, 12)))
-
-    def test_many_uses_stay_cheap(self, shelf: Shelf) -> None:
-        """A decision costs what it gives up, however much was used before."""
-        chains = [shelf.chain(50) for _ in range(20)]
-        for turn in range(2000):
-            shelf.touch(chains[turn * 7 % 20][-1])
-        start = time.perf_counter()
-        for _ in range(100):
-            shelf.victims(SIZE)
-        assert time.perf_counter() - start < 2.0
+        assert sorted(policy.oldest(rows)) == sorted(rows)
+        assert policy.oldest([]) == []
+        assert len(policy.keeps(shelf.catalog, 0, rows)) == len(rows)
+        assert policy.keeps(shelf.catalog, 0, []) == []

@@ -1,15 +1,18 @@
 """The planner: what is written, staged and reclaimed, checked by hand and against brute force."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
 from tests.contract.policy_contract import SIZE, Shelf
+from tests.frames import key_of
 from tierkv import planner
+from tierkv.catalog import Catalog
 from tierkv.codec import LOSSLESS, RAW
 from tierkv.cost import Rates, Recompute, load_seconds
-from tierkv.plan import PutPlan
+from tierkv.plan import PutPlan, RegionPlan
 from tierkv.policies.lru import Lru
 from tierkv.tier import Region
 
@@ -22,7 +25,13 @@ def put(
     known: list[bool], free: int, *, parts: int = 1, size: int = SIZE, shelf: Shelf | None = None
 ) -> PutPlan:
     shelf = shelf or Shelf(Lru(2))
-    return planner.plan_put(shelf.policy, shelf.catalog, known, [size] * parts, RAW, free, parts)
+    return planner.plan_put(
+        shelf.policy, shelf.catalog, keys_of(known, parts), known, [size] * parts, RAW, free, parts
+    )
+
+
+def keys_of(known: list[bool], parts: int) -> bytes:
+    return b"".join(key_of(10_000 + block) for block in range(len(known) // parts))
 
 
 # --- puts ---
@@ -57,7 +66,14 @@ def test_a_block_of_which_one_part_is_known_is_completed_or_refused() -> None:
 def test_parts_have_their_own_sizes() -> None:
     shelf = Shelf(Lru(2))
     plan = planner.plan_put(
-        shelf.policy, shelf.catalog, [False] * 6, [SIZE, 3 * SIZE], RAW, 9 * SIZE, 2
+        shelf.policy,
+        shelf.catalog,
+        keys_of([False] * 6, 2),
+        [False] * 6,
+        [SIZE, 3 * SIZE],
+        RAW,
+        9 * SIZE,
+        2,
     )
     assert plan.units == [0, 1, 2, 3]
 
@@ -77,6 +93,28 @@ def test_nothing_is_dropped_for_a_put_that_gets_no_room() -> None:
     shelf.touch(rows[-1])
     plan = put([False, False], SIZE // 2, parts=2, shelf=shelf)
     assert (plan.units, plan.drops, plan.refused) == ([], [], 2)
+
+
+class Picky(Lru):
+    """Lets one block in of all that are offered."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked: list[bytes] = []
+
+    def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
+        self.asked = list(keys)
+        return 1
+
+
+def test_what_the_policy_declines_is_refused_with_all_behind_it() -> None:
+    policy = Picky()
+    known = [True, True, True, False, False, False]
+    plan = put(known, 0, parts=2, shelf=Shelf(policy))
+    assert policy.asked == [key_of(10_001), key_of(10_002)]
+    assert (plan.units, plan.known, plan.refused) == ([], 3, 3)
+    plan = put(known, 9 * SIZE, parts=2, shelf=Shelf(policy))
+    assert (plan.units, plan.known, plan.refused) == ([3], 3, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,6 +213,11 @@ def regions(count: int) -> list[Region]:
     return [Region(n, n * 10, n * 10 + 10, 0, n) for n in range(count)]
 
 
+def reclaim(shelf: Shelf, sealed: list[Region], rows: list[int]) -> RegionPlan | None:
+    assert isinstance(shelf.policy, Lru)
+    return planner.plan_region(shelf.policy, shelf.catalog, 1, sealed, rows)
+
+
 def region_shelf(count: int) -> tuple[Shelf, list[int]]:
     """Return placements below RAM whose locators are 0, 1, 2, ...: five in each region of ten."""
     shelf = Shelf(Lru(2))
@@ -188,7 +231,7 @@ def test_the_region_that_costs_least_goes() -> None:
     shelf, rows = region_shelf(20)
     for row in rows[10:15] + rows[15:] + rows[:5] + rows[5:10]:
         shelf.policy.touched(shelf.catalog, [row])
-    plan = planner.plan_region(shelf.policy, shelf.catalog, 1, regions(4), rows)
+    plan = reclaim(shelf, regions(4), rows)
     assert plan is not None
     assert plan.number in (0, 2, 3)
     assert plan.carry == []
@@ -203,7 +246,7 @@ def test_what_is_hot_is_carried_and_no_more_than_half_a_region() -> None:
     for row in rows[:4]:
         for _ in range(2):
             shelf.policy.touched(shelf.catalog, [row])
-    plan = planner.plan_region(shelf.policy, shelf.catalog, 1, regions(1), rows[:6])
+    plan = reclaim(shelf, regions(1), rows[:6])
     assert plan is not None
     assert set(plan.carry) | set(plan.drops) == set(rows[:6])
     assert not set(plan.carry) & set(plan.drops)
@@ -224,15 +267,15 @@ def test_a_region_in_use_is_passed_over(busy: str) -> None:
         shelf.catalog.hold(rows[:1])
         if busy == "leaving":
             shelf.catalog.leave(rows[:1])
-    plan = planner.plan_region(shelf.policy, shelf.catalog, 1, regions(2), rows)
+    plan = reclaim(shelf, regions(2), rows)
     assert plan is not None
     assert plan.number == 1
-    assert planner.plan_region(shelf.policy, shelf.catalog, 1, regions(1), rows) is None
+    assert reclaim(shelf, regions(1), rows) is None
 
 
 def test_an_empty_region_costs_nothing() -> None:
     shelf, rows = region_shelf(5)
     shelf.policy.touched(shelf.catalog, rows)
-    plan = planner.plan_region(shelf.policy, shelf.catalog, 1, regions(2)[::-1], rows)
+    plan = reclaim(shelf, regions(2)[::-1], rows)
     assert plan is not None
     assert (plan.number, plan.carry, plan.drops) == (1, [], [])

@@ -7,6 +7,7 @@ there are dropped for good, so a decision is exact and O(1) amortised.
 """
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -91,6 +92,11 @@ class Lru:
         for row in rows:
             if row < len(self._stamp):
                 self._stamp[row] = 0
+
+    def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
+        """Take all: what is new is younger than all that is there."""
+        del view, tier
+        return len(keys)
 
     def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
         """Return the oldest placements.
