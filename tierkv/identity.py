@@ -82,11 +82,23 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def fingerprint(self) -> bytes:
         """32 bytes that differ whenever any field differs."""
+        return self._digest(self.epoch)
+
+    @functools.cached_property
+    def family(self) -> bytes:
+        """32 bytes that differ whenever any field but the epoch differs.
+
+        It names what a quality report was made for: weights updated in place keep it, because a
+        report for every epoch would come after that epoch is over.
+        """
+        return self._digest(0)
+
+    def _digest(self, epoch: int) -> bytes:
         fields = [
             ("format", b"tierkv.identity.1"),
             ("model", self.model.encode()),
             ("weights", self.weights.encode()),
-            ("epoch", _u64(self.epoch)),
+            ("epoch", _u64(epoch)),
             ("kv_dtype", self.kv_dtype.encode()),
             ("kv_scales", self.kv_scales.encode()),
             ("tokens_per_block", _u64(self.tokens_per_block)),
