@@ -23,6 +23,9 @@ BLOCK = 128
 STORED = LONG // BLOCK * BLOCK
 """Tokens of the long prompt in whole blocks."""
 HITS = "vllm:external_prefix_cache_hits"
+NVME = '[nvme]\npath = "{folder}/nvme"\nsize = "1GiB"\n'
+REDIS = '[redis]\nurl = "{url}"\nprefix = "vllm-engines"\n'
+RAM_BYTES = 768 << 20
 
 
 def prompt(count: int, seed: int = 1, start: int = 0) -> list[int]:
@@ -51,10 +54,10 @@ def stat(sidecar: Process) -> dict[str, Any]:
     return found
 
 
-def begin(sidecar: Process) -> None:
+def begin(sidecar: Process, ram_bytes: int = RAM_BYTES) -> None:
     """Start a sidecar and wait until all of its memory is there."""
     sidecar.start()
-    assert until(lambda: stat(sidecar)["tiers"][0]["capacity_bytes"] == RAM_BYTES)
+    assert until(lambda: stat(sidecar)["tiers"][0]["capacity_bytes"] == ram_bytes)
 
 
 def hits(sidecar: Process) -> dict[str, int]:
@@ -67,11 +70,6 @@ def stored(sidecar: Process) -> int:
     """Return blocks in RAM."""
     count: int = stat(sidecar)["tiers"][0]["placements"]
     return count
-
-
-NVME = '[nvme]\npath = "{folder}/nvme"\nsize = "1GiB"\n'
-REDIS = '[redis]\nurl = "{url}"\nprefix = "vllm-engines"\n'
-RAM_BYTES = 768 << 20
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ options, and its answer comes when the engine is ready. What vLLM prints goes to
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +26,36 @@ def generate(llm: Any, prompts: list[dict[str, Any]], sampling: list[dict[str, A
 
     fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(**fixed | one) for one in sampling]
-    answers = llm.generate(prompts, params, use_tqdm=False)
-    return [
-        {
-            "tokens": list(answer.outputs[0].token_ids),
-            "cached": answer.num_cached_tokens,
-            "ttft_s": answer.metrics.first_token_latency,
-            "finish": answer.outputs[0].finish_reason,
-        }
-        for answer in answers
-    ]
+    return [said(answer) for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def said(answer: Any) -> dict[str, Any]:
+    return {
+        "tokens": list(answer.outputs[0].token_ids),
+        "cached": answer.num_cached_tokens,
+        "ttft_s": answer.metrics.first_token_latency,
+        "finish": answer.outputs[0].finish_reason,
+    }
+
+
+def generate_with_aborts(
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    sampling: dict[str, Any],
+    aborted: list[int],
+    after_s: float,
+) -> Any:
+    """Run prompts at once and abort some of them; those have no answer."""
+    from vllm import SamplingParams
+
+    engine, answers = llm.llm_engine, dict[str, Any]()
+    params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+    names = [engine.add_request(str(at), one, params.clone()) for at, one in enumerate(prompts)]
+    time.sleep(after_s)  # the engine's core runs in a process of its own, and has begun
+    engine.abort_request([names[at] for at in aborted], internal=True)
+    while engine.has_unfinished_requests():
+        answers.update({one.request_id: said(one) for one in engine.step() if one.finished})
+    return [None if at in aborted else answers[str(at)] for at in range(len(prompts))]
 
 
 def metrics(llm: Any, prefix: str) -> dict[str, float]:
@@ -50,6 +71,7 @@ def metrics(llm: Any, prefix: str) -> dict[str, float]:
 SAME_FOR_ALL = ("engine", "model_name")
 ACTIONS: dict[str, Callable[..., Any]] = {
     "generate": generate,
+    "generate_with_aborts": generate_with_aborts,
     "metrics": metrics,
     "reset_prefix_cache": lambda llm, **options: llm.reset_prefix_cache(**options),
 }

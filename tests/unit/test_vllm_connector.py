@@ -130,7 +130,7 @@ def test_r11_lost_between_match_and_load(store: TierKV, engine: EngineDouble) ->
     engine.compute(request, computed)
     engine.check(request)
     engine.end(request)
-    assert engine.worker.counters["load_failed"] == 1
+    assert engine.worker.counters["loads_failed"] == 1
 
 
 def test_r12_a_load_that_comes_too_late_is_computed(store: TierKV) -> None:
@@ -141,7 +141,7 @@ def test_r12_a_load_that_comes_too_late_is_computed(store: TierKV) -> None:
     engine.threads.submit("load", lambda: time.sleep(0.4))
     request = engine.run(tokens)
     assert request.external == 96
-    assert engine.worker.counters["load_late"] == 1
+    assert engine.worker.counters["loads_late"] == 1
     engine.settle()
     engine.close()
 
@@ -256,8 +256,35 @@ def test_a_request_may_ask_not_to_be_kept(engine: EngineDouble) -> None:
     assert engine.run(tokens).external == 0
     engine.settle()
     assert engine.run(tokens, store=False).external == 96
-    with pytest.raises(TierKVError, match=r"unknown field `keep`; it may have store"):
-        engine.ask(tokens, keep=True)
+
+
+def test_a_request_whose_wishes_cannot_be_read_is_left_alone(
+    engine: EngineDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = next(prompts(18, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens, stroe=False)
+    engine.admit(request)
+    assert request.external == 0
+    engine.compute(request, 0)
+    told = engine.scheduler.ended(request)
+    assert "unknown field `stroe`; it may have store" in told["problem"]
+    (line,) = [one for one in caplog.records if one.name == "vllm.tierkv"]
+    assert told["problem"] in line.getMessage()
+    assert line.exc_info is None
+    assert not engine.scheduler.problems
+
+
+def test_an_engine_whose_worker_keeps_nothing_is_left_alone(engine: EngineDouble) -> None:
+    tokens = next(prompts(19, 100))
+    engine.run(tokens)
+    engine.settle()
+    engine.scheduler.refused = True
+    request = engine.ask(tokens)
+    engine.admit(request)
+    assert request.external == 0
+    assert engine.step({request.request_id: (request, 0, 64, True)}).saves == ()
 
 
 def test_a_reset_leaves_nothing_to_find(engine: EngineDouble) -> None:
@@ -279,7 +306,24 @@ def test_an_answer_says_where_its_tokens_came_from(engine: EngineDouble) -> None
     engine.admit(request, 8)
     assert engine.scheduler.sources(request) == {"host": 88}
     engine.compute(request, engine.wait(request, 96))
-    assert engine.scheduler.ended(request) == {"host": 88}
+    assert engine.scheduler.ended(request) == {"loaded_tokens": {"host": 88}}
+    assert engine.scheduler.counters == {"loaded_tokens_host": 88}
+
+
+def test_an_answer_counts_what_a_load_has_filled(engine: EngineDouble) -> None:
+    tokens = next(prompts(20, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.admit(request)
+    engine.settle()
+    load = engine.worker._over.pop()  # as if the third store block had been lost
+    engine.worker._over.append((load[0], request.block_ids[8:24]))
+    computed = engine.wait(request, request.external)
+    assert computed == 32
+    engine.compute(request, computed)
+    engine.check(request)
+    assert engine.scheduler.ended(request) == {"loaded_tokens": {"host": 32}}
 
 
 def test_options() -> None:

@@ -6,6 +6,7 @@ without tierkv. After the constructor nothing raises into the engine.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +35,16 @@ from tierkv_connectors.vllm.layout import layout_of
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.scheduler import Scheduler
 from tierkv_connectors.vllm.selftest import attention_of, self_test
+from tierkv_connectors.vllm.stats import Fresh, PromMetrics, Refused, Stats
 from tierkv_connectors.vllm.worker import NoWorker, Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -82,6 +89,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._threads: Threads | None = None
         self._client: Client | None = None
         self._private: PrivateSidecar | None = None
+        self._stats = Fresh(self._counters)
         self._kept = self._edge.shield(
             "keep", lambda: self._keep(vllm_config, kv_cache_config), None
         )
@@ -125,6 +133,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             path, timeout_s=self._options.timeout_s, client=engine_name(), arena=arena
         )
         return Client(channel)
+
+    def _counters(self) -> Iterable[Counter[str]]:
+        yield self._worker.counters
+        if self._scheduler is not None:
+            yield self._scheduler.counters
+        yield Counter({"errors": self._edge.failures.total()})
 
     # Worker side.
 
@@ -192,6 +206,32 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         del finished_req_ids
         return None, self._worker.ended()
 
+    def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
+        """Let the scheduler side know when nothing can be kept here."""
+        return Refused() if isinstance(self._worker, NoWorker) else None
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """Return what was counted on this side since the last call."""
+        return self._edge.shield("stats", self._stats.fresh, None)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        """Return the statistics that `data` came from."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        """Register our counters with vLLM's."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report the blocks that loads did not fill."""
         return self._worker.unfilled()
@@ -245,6 +285,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler, received = self._scheduler, connector_output.finished_recving or ()
         unfilled = connector_output.invalid_block_ids or frozenset()
         if scheduler is not None:
+            if isinstance(connector_output.kv_connector_worker_meta, Refused):
+                scheduler.refused = True
             self._edge.shield("stepped", lambda: scheduler.stepped(received, unfilled), None)
 
     def request_finished(
@@ -255,11 +297,11 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         Its answer says in `kv_transfer_params` what was loaded for it.
         """
         del block_ids
-        scheduler, nothing = self._scheduler, dict[str, int]()
+        scheduler, nothing = self._scheduler, dict[str, Any]()
         if scheduler is None:
             return False, None
-        sources = self._edge.shield("ended", lambda: scheduler.ended(request), nothing)
-        return False, {"tierkv": {"loaded_tokens": sources}} if sources else None
+        told = self._edge.shield("ended", lambda: scheduler.ended(request), nothing)
+        return False, {"tierkv": told} if told else None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]

@@ -5,16 +5,20 @@ sidecar by the "lookup" lane, from the moment a request arrives, and asked after
 attempt to schedule it. A lease is held from the answer until the load is done, and ends by itself.
 """
 
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tierkv.calls import MAX_UNITS, MatchReply
 from tierkv.client import MISS, Client
+from tierkv.errors import TierKVError
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
@@ -27,6 +31,8 @@ WAIT_S = 0.0008
 """Longest that one attempt to schedule a request waits for the sidecar's answer."""
 FRESH = 0.5
 """Share of a lease's time after which an answer that was not used is asked for again."""
+
+_log = logging.getLogger("vllm.tierkv")  # below the logger that vLLM shows
 
 ExtrasOf = Callable[[Request], Extras | None]
 
@@ -74,13 +80,20 @@ class _Request:
     lookup: _Lookup | None = None
     loading: int = 0
     """Number of the match that is being loaded from."""
-    filling: frozenset[int] = frozenset()
-    """Engine blocks that it fills."""
+    filling: tuple[int, ...] = ()
+    """Engine blocks that it fills, in order."""
     failed: bool = False
     """A load did not fill all that it should: what is missing is computed, not loaded again."""
     sources: dict[str, int] = field(default_factory=dict)
     """Tokens of its loads by the tier they came from."""
     finished: bool = False
+
+    def unfilled(self, blocks: AbstractSet[int], tokens: int) -> None:
+        """Note which engine blocks of `tokens` tokens the load did not fill, if any."""
+        filled = next((at for at, one in enumerate(self.filling) if one in blocks), None)
+        if filled is not None:
+            self.failed = True
+            self.sources = tokens_by_tier(self.sources, filled * tokens, 1)
 
 
 class Scheduler:
@@ -95,22 +108,38 @@ class Scheduler:
 
     def __init__(self, kept: Kept, client: Client, executor: Executor, extras_of: ExtrasOf) -> None:
         self.cost = PrefillCost()
+        self.counters: Counter[str] = Counter()
+        self.refused = False
+        """A worker cannot keep its KV: nothing is looked up, loaded or saved."""
         self._kept = kept
         self._client = client
         self._executor = executor
         self._extras_of = extras_of
         self._fingerprint = kept.identity.fingerprint
+        self.problems: dict[str, str] = {}
+        """What is wrong with the wishes of requests, by their ids."""
         self._requests: dict[str, _Request] = {}
         self._loads: list[Load] = []
         self._prefill: tuple[int, int, float] | None = None
         """Position, tokens and start of a step that does nothing but prefill one request."""
 
     def arrived(self, request: Request) -> None:
-        """Take note of a request and ask the sidecar about its prompt."""
+        """Take note of a request and ask the sidecar about its prompt.
+
+        One whose wishes cannot be read is left alone: it may have wished not to be kept.
+        """
         name = request.request_id
-        extras = None if name in self._requests else self._extras_of(request)
-        if extras is not None:
-            store = self._kept.options.save and wishes_of(request.kv_transfer_params).store
+        known = self.refused or name in self._requests or name in self.problems
+        extras = None if known else self._extras_of(request)
+        if extras is None:
+            return
+        try:
+            wishes = wishes_of(request.kv_transfer_params)
+        except TierKVError as error:
+            _log.warning("request %s is neither loaded nor stored: %s", name, error)
+            self.problems[name] = str(error)
+        else:
+            store = self._kept.options.save and wishes.store
             root = self._kept.root(self._fingerprint, extras)
             self._requests[name] = held = _Request(request, self._fingerprint, root, store)
             self._look(held)
@@ -133,7 +162,10 @@ class Scheduler:
             return None
         blocks = min(lookup.reply.blocks, (request.num_tokens - 1) // self._kept.tokens)
         external = blocks * self._kept.tokens - computed
-        if external <= 0 or not self._pays(lookup.reply):
+        if external <= 0:
+            return 0
+        if not self._pays(lookup.reply):
+            self.counters["loads_declined"] += 1
             return 0
         lookup.computed = computed
         return external
@@ -159,7 +191,7 @@ class Scheduler:
         held.loading = lookup.reply.match
         held.sources = tokens_by_tier(lookup.reply.sources, external, kept.tokens)
         wanted = blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
-        held.filling = frozenset(wanted)
+        held.filling = tuple(wanted)
         self._loads.append(
             Load(
                 request=request.request_id,
@@ -216,7 +248,7 @@ class Scheduler:
         """
         if unfilled:
             for one in self._requests.values():
-                one.failed |= not unfilled.isdisjoint(one.filling)
+                one.unfilled(unfilled, self._kept.engine_tokens)
         if self._prefill is not None:
             position, tokens, start = self._prefill
             self.cost.observe(position, tokens, time.monotonic() - start)
@@ -225,7 +257,10 @@ class Scheduler:
             held = self._requests.get(name)
             if held is not None:
                 self._client.release(held.loading)
-                held.loading, held.filling = 0, frozenset()
+                held.loading, held.filling = 0, ()
+                self.counters.update(
+                    {f"loaded_tokens_{tier}": n for tier, n in held.sources.items()}
+                )
                 if held.finished:
                     del self._requests[name]
 
@@ -234,11 +269,14 @@ class Scheduler:
         held = self._requests.get(request.request_id)
         return held.sources if held is not None else {}
 
-    def ended(self, request: Request) -> dict[str, int]:
+    def ended(self, request: Request) -> dict[str, Any]:
         """Forget a request; one that is being loaded for is kept until that has been reported.
 
-        Returns: what `sources` does.
+        Returns: what its answer says: `loaded_tokens` by tier, or its `problem`.
         """
+        problem = self.problems.pop(request.request_id, "")
+        if problem:
+            return {"problem": problem}
         held = self._requests.get(request.request_id)
         if held is None:
             return {}
@@ -246,7 +284,7 @@ class Scheduler:
         held.finished = True
         if not held.loading:
             del self._requests[request.request_id]
-        return held.sources
+        return {"loaded_tokens": held.sources} if held.sources else {}
 
     def reset(self) -> None:
         """Find nothing any more of what was kept until now: the weights may be others."""

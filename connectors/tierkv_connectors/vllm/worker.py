@@ -49,6 +49,7 @@ class _Reports:
     """What became of loads, until vLLM asks. A lane may add to it at any time."""
 
     def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
         self._over: deque[tuple[str, Sequence[int]]] = deque()
         """Loads that are over, by any outcome, with the engine blocks that were not filled."""
         self._unfilled: set[int] = set()
@@ -104,7 +105,6 @@ class Worker(_Reports):
         edge: Edge,
     ) -> None:
         super().__init__()
-        self.counters: Counter[str] = Counter()
         self._kept = kept
         self._client = client
         self._executor = executor
@@ -141,15 +141,14 @@ class Worker(_Reports):
         try:
             filled = self._edge.shield("load", lambda: self._fill(load), 0)
         finally:
-            self.counters["loaded_blocks"] += filled
-            self.counters["load_failed"] += filled < len(load.blocks)
+            self.counters["loads_failed"] += filled < len(load.blocks)
             self._over.append((load.request, load.blocks[filled:]))
 
     def _fill(self, load: Load) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
         call = self._kept.match_call(load.fingerprint, load.keys, 0.0, PrefillCost())
         if time.monotonic() > load.deadline:
-            self.counters["load_late"] += 1
+            self.counters["loads_late"] += 1
             return 0
         transfer = self._client.claim(load.match, load.start, call)
         if transfer is None:
@@ -164,7 +163,7 @@ class Worker(_Reports):
             blocks = load.blocks[first : (number + 1) * ratio - load.skip]
             views = self._layout.views(blocks, load.skip if number == 0 else 0)
             late = time.monotonic() > load.deadline
-            self.counters["load_late"] += late
+            self.counters["loads_late"] += late
             if late or not self._reader.read(transfer, number, header, views):
                 break
             read = number + 1

@@ -1,0 +1,30 @@
+"""The connector with a fault: saves copy slowly, as on a device whose copies are behind.
+
+Loaded by the engine itself: `kv_connector_module_path` "tests.engines.slow_connector".
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+from tierkv_connectors.vllm.connector import TierKVConnector
+from tierkv_connectors.vllm.worker import Worker
+
+COPY_S = 0.02
+
+
+class SlowConnector(TierKVConnector):
+    """Every copy of a block into the arena takes COPY_S more, before it reads anything."""
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._worker, Worker)
+        write = self._worker._writer.write
+
+        def slow(*arguments: Any) -> int:
+            time.sleep(COPY_S)
+            return write(*arguments)
+
+        self._worker._writer.write = slow  # type: ignore[assignment,method-assign]
