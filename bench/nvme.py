@@ -30,7 +30,7 @@ from tierkv.cache import READ_THREADS
 from tierkv.calls import FlushCall
 from tierkv.fidelity import Fidelity
 from tierkv.part import Part
-from tierkv.stages import READS_PER_JOB
+from tierkv.stages import read_jobs
 from tierkv.tier import ALIGN, FrameId, Item, Status
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 from tierkv.wrap import Sealed
@@ -107,14 +107,8 @@ class Tier:
         places = [self._tier.reserve(self.out.nbytes) for _ in ids]
         locators = [place for place in places if place is not None]
         items = self.out.items(ids, locators)
-        batches = list(write_batches(items, self.out.nbytes))
         start = time.perf_counter()
-        sealing = self._seals.submit(self._sealed.seal, batches[0])
-        for batch, ahead in itertools.pairwise([*batches, []]):
-            sealing.result()
-            sealing = self._seals.submit(self._sealed.seal, ahead)
-            outcomes = self._sealed.write(batch)
-            assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
+        write_behind(self._sealed, self._seals, items)
         seconds = time.perf_counter() - start
         self._written = items
         return seconds
@@ -123,7 +117,7 @@ class Tier:
         """Read the ring back, verified, and return the seconds."""
         ids = [item.id for item in self._written]
         items = self.back.items(ids, [item.locator for item in self._written])
-        jobs = [items[at : at + READS_PER_JOB] for at in range(0, len(items), READS_PER_JOB)]
+        jobs = list(read_jobs(items, [item.nbytes for item in items]))
         start = time.perf_counter()
         for outcomes in self._reads.map(self._sealed.read, jobs):
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
@@ -134,6 +128,17 @@ class Tier:
         self._reads.shutdown()
         self._seals.shutdown()
         self._tier.close()
+
+
+def write_behind(tier: Sealed, seals: ThreadPoolExecutor, items: Sequence[Item]) -> None:
+    """Write items as write-behind does: a thread seals the next batch while one is written."""
+    batches = list(write_batches(items, items[0].nbytes))
+    sealing = seals.submit(tier.seal, batches[0])
+    for batch, ahead in itertools.pairwise([*batches, []]):
+        sealing.result()
+        sealing = seals.submit(tier.seal, ahead)
+        outcomes = tier.write(batch)
+        assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
 
 
 def write_batches(items: Sequence[T], nbytes: int) -> Iterator[Sequence[T]]:
@@ -171,10 +176,7 @@ def raw(out: Frames, back: Frames) -> Iterator[tuple[Run, Run]]:
             return time.perf_counter() - start
 
         def read() -> float:
-            numbers = range(back.count)
-            jobs = [
-                numbers[at : at + READS_PER_JOB] for at in range(0, len(numbers), READS_PER_JOB)
-            ]
+            jobs = list(read_jobs(range(back.count), [back.nbytes] * back.count))
             start = time.perf_counter()
             for _ in pool.map(lambda job: move(job, outwards=False), jobs):
                 pass

@@ -1,11 +1,12 @@
 """Redis: the tier with its checksums, beside a bare RESP loop and redis-py, over loopback TCP.
 
-The tier writes as write-behind does, one thread and a batch at a time, and reads as stages do, four
-threads on its two connections. The bare loop is the least a client can do in Python: SET with
-sendmsg from the block's memory, GET with recv_into it, on one connection, two requests in
-flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates replies of 8 MiB and
-more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a block's values together:
-the tier's hashes do, and cost the server a copy of each value on its way in.
+The tier writes as write-behind does, a batch at a time while a second thread seals the next one,
+and reads as stages do, four threads on its two connections. The bare loop is the least a client can
+do in Python: SET with sendmsg from the block's memory, GET with recv_into it, on one connection,
+two requests in flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates
+replies of 8 MiB and more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a
+block's values together: the tier's hashes do, and cost the server a copy of each value on its way
+in.
 
 redis-py is used as most do: set and get, one by one, with hiredis. What it gets is copied into the
 block's memory, where all contenders must bring it. Puts go to database 0, which is emptied before
@@ -22,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.engine import MIB, RING_BYTES, free_port
-from bench.nvme import Frames, write_batches
+from bench.nvme import Frames, write_behind
 from bench.rows import Row, rows_of
 from bench.timing import Run, take_turns
 from tierkv.cache import READ_THREADS
-from tierkv.stages import READS_PER_JOB
+from tierkv.stages import read_jobs
 from tierkv.tier import Item, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv.wrap import Sealed
@@ -130,6 +131,7 @@ class Tier:
         self._seed = 0
         self._written: list[Item] = []
         self._pool = ThreadPoolExecutor(READ_THREADS)
+        self._seals = ThreadPoolExecutor(1)
 
     def put(self) -> float:
         """Write the ring under new keys and return the seconds."""
@@ -140,16 +142,14 @@ class Tier:
         places = [self._tier.reserve(self._frames.nbytes) for _ in ids]
         self._written = self._frames.items(ids, [place for place in places if place is not None])
         start = time.perf_counter()
-        for batch in write_batches(self._written, self._frames.nbytes):
-            outcomes = self._sealed.write(batch)
-            assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
+        write_behind(self._sealed, self._seals, self._written)
         return time.perf_counter() - start
 
     def get(self) -> float:
         """Read the ring back, verified, and return the seconds."""
         ids = [item.id for item in self._written]
         items = self._back.items(ids, [item.locator for item in self._written])
-        jobs = [items[at : at + READS_PER_JOB] for at in range(0, len(items), READS_PER_JOB)]
+        jobs = list(read_jobs(items, [item.nbytes for item in items]))
         start = time.perf_counter()
         for outcomes in self._pool.map(self._sealed.read, jobs):
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
@@ -158,6 +158,7 @@ class Tier:
     def close(self) -> None:
         """Close the tier."""
         self._pool.shutdown()
+        self._seals.shutdown()
         self._tier.close()
 
 

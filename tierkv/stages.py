@@ -6,8 +6,9 @@ lanes; each unit is read once, however many matches want it. A late or failed re
 buffers: its pages stay reserved until the read has returned.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from tierkv import frame, planner
 from tierkv.catalog import NONE, READY, Unit
@@ -18,13 +19,26 @@ from tierkv.matches import Match, Matches
 from tierkv.store import RAM, Lower, Numbers, Store
 from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
 
+T = TypeVar("T")
 READS_PER_JOB = 4
+READ_JOB_BYTES = 8 << 20
+"""A job takes no frame more from here on: the next thread reads while this one verifies."""
 NEGATIVE_S = 2.0
 LEARN_S = 1.0
 """How often at least a shared tier is asked for what other sidecars cleared."""
 FIRST_PROBE = 64
 PROBE_GROWTH = 8
 NEGATIVE_LIMIT = 65536
+
+
+def read_jobs(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Cut what is to be read, of `sizes` bytes each, into jobs of one thread."""
+    start = nbytes = 0
+    for index, size in enumerate(sizes, 1):
+        nbytes += size
+        if index - start == READS_PER_JOB or nbytes >= READ_JOB_BYTES or index == len(sizes):
+            yield items[start:index]
+            start, nbytes = index, 0
 
 
 class Stages:
@@ -249,8 +263,8 @@ class Stages:
         store.policy.touched(catalog, chain)
         for tier, pairs in reads.items():
             low = store.lower[tier - 1]
-            for at in range(0, len(pairs), READS_PER_JOB):
-                self._submit(low, pairs[at : at + READS_PER_JOB])
+            for job in read_jobs(pairs, [catalog.nbytes[target] for target, _ in pairs]):
+                self._submit(low, job)
         if not match.awaited:
             self._matches.finish(match)
 

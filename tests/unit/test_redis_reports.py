@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -19,7 +19,8 @@ from tests.redis_server import RedisFactory, RedisServer
 from tests.sidecars import until
 from tierkv.tier import DONE, Outcome, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
-from tierkv.tiers.resp import Buffer, Connection
+from tierkv.tiers.redis_hash import UNPUBLISHED_S
+from tierkv.tiers.resp import Buffer, Connection, LostError
 
 MIB = 1 << 20
 
@@ -95,11 +96,122 @@ def test_r20_four_processes_write_the_same_keys(
         written = {make_frame(number, nbytes=200_000, version=v).data for v in range(4)}
         assert content(item) in written
     with redis.Redis(unix_socket_path=str(redis_server.socket)) as client:
-        assert sum(1 for _ in client.scan_iter(f"{prefix}:*", count=1000)) == count
+        names = list(client.scan_iter(f"{prefix}:*", count=1000))
+        left = [name for name in names if b"{" in name]
+        assert len(names) - len(left) == count
+        # Of the writer that was killed.
+        assert len(left) <= 7
+        assert all(0 < client.ttl(name) <= UNPUBLISHED_S for name in left)
     tier.close()
 
 
 # --- R22 ---
+
+
+class Interrupted:
+    """Counts what a tier sends, and does something before one of the sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[], None]) -> None:
+        self.sends = 0
+        send = Connection.send
+
+        def counted(link: Connection, buffers: Sequence[Buffer]) -> None:
+            self.sends += 1
+            if self.sends == at:
+                act()
+            send(link, buffers)
+
+        monkeypatch.setattr(Connection, "send", counted)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_r22_a_writer_that_dies_leaves_nothing_that_is_found(
+    redis_factory: RedisFactory, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    server = redis_factory()
+    tier, other = open_tier(server.unix_url), open_tier(server.unix_url)
+    frame = make_frame(1, nbytes=4 * MIB)
+    assert get(tier, frame).status is get(other, frame).status is Status.MISSING
+
+    def die() -> None:
+        raise LostError("the writer is dead")
+
+    # After the lookup, `pieces` are sent; the frame has five.
+    with monkeypatch.context() as patch:
+        Interrupted(patch, pieces + 2, die)
+        assert put(tier, frame).status is Status.FAILED
+    assert other.find([frame.id]) == [-1]
+    assert get(other, frame).status is Status.MISSING
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        assert until(lambda: client.dbsize() == 1)
+        (left,) = client.keys()
+        assert 0 < client.ttl(left) <= UNPUBLISHED_S
+        assert put(other, frame) == get(tier, frame) == DONE
+        assert client.dbsize() == 2
+    for each in tier, other:
+        each.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("at", range(2, 7))
+def test_r22_of_writers_that_race_one_writes_a_whole_frame(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    url, prefix = redis_server.unix_url, str(tmp_path)
+    slow, quick = open_tier(url, prefix), open_tier(url, prefix)
+    frames = [make_frame(1, nbytes=size * MIB, version=size, codec_id=size) for size in (4, 3)]
+    assert [get(tier, frames[0]).status for tier in (slow, quick)] == [Status.MISSING] * 2
+    seen: list[Status] = []
+
+    def overtake() -> None:
+        assert put(quick, frames[1]) == DONE
+        seen.append(get(quick, frames[1]).status)
+
+    with monkeypatch.context() as patch:
+        Interrupted(patch, at, overtake)
+        assert put(slow, frames[0]) == DONE
+    assert seen == [Status.DONE]
+    assert get(quick, frames[0]) == DONE
+    assert get(quick, frames[1]).status is Status.MISSING
+    with redis.Redis(unix_socket_path=str(redis_server.socket)) as client:
+        assert sum(1 for _ in client.scan_iter(f"{prefix}:*", count=1000)) == 1
+    for each in slow, quick:
+        each.close()
+
+
+@pytest.mark.parametrize("at", range(3, 7))
+def test_r22_what_is_evicted_while_it_is_written_is_not_found(
+    redis_factory: RedisFactory, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    server = redis_factory()
+    tier = open_tier(server.unix_url)
+    frame = make_frame(1, nbytes=4 * MIB)
+    assert get(tier, frame).status is Status.MISSING
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+
+        def evict() -> None:
+            assert until(lambda: client.flushall() and client.dbsize() == 0)
+
+        with monkeypatch.context() as patch:
+            Interrupted(patch, at, evict)
+            assert put(tier, frame).status is Status.FAILED
+        assert tier.find([frame.id]) == [-1]
+        assert get(tier, frame).status is Status.MISSING
+        assert put(tier, frame) == get(tier, frame) == DONE
+    tier.close()
+    server.stop()
+
+
+def test_r22_a_full_server_keeps_nothing_of_a_frame_that_did_not_fit(
+    redis_factory: RedisFactory,
+) -> None:
+    server = redis_factory(maxmemory="6mb", maxmemory_policy="noeviction")
+    tier = open_tier(server.unix_url)
+    assert put(tier, make_frame(1, nbytes=12 * MIB)).status is Status.FULL
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        assert client.dbsize() == 0
+    tier.close()
+    server.stop()
 
 
 def test_r22_frames_are_evicted_whole(redis_factory: RedisFactory) -> None:
@@ -108,6 +220,8 @@ def test_r22_frames_are_evicted_whole(redis_factory: RedisFactory) -> None:
     frames = [make_frame(n, nbytes=2 * MIB) for n in range(8)]
     for frame in frames:
         assert put(tier, frame) == DONE
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        client.config_set("maxmemory", "20mb")  # what is read counts too, and would evict more
     found = tier.find([frame.id for frame in frames])
     outcomes = [get(tier, frame).status for frame in frames]
     assert outcomes == [Status.DONE if n > 0 else Status.MISSING for n in found]

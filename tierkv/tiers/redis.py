@@ -131,8 +131,9 @@ class RedisTier:
                 elif kept is not None and kept.fidelity > new.fidelity:
                     outcomes[number] = BETTER
                 else:
-                    jobs.append(Job(number, key, items[number], new, replaces=old is not None))
-            refused.append(redis_hash.store(link, jobs, self._settings.ttl_s, outcomes))
+                    jobs.append(Job(number, key, items[number], new))
+            ttl_s = self._settings.ttl_s
+            refused.append(redis_hash.store(link, self._prefix, jobs, ttl_s, outcomes))
 
         failure = self._call(self._values, sum(item.nbytes for item in items), work)
         self._note_room(refused[-1] if refused else None, failed=failure is not DONE)

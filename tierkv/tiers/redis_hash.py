@@ -1,8 +1,12 @@
 """How a frame lies in Redis, and how frames are carried over one connection (docs/FORMAT.md).
 
-One hash per frame, so that Redis evicts, expires and deletes a frame as a unit. One HSET writes it:
-it is there whole or not at all, and a writer that dies leaves nothing behind. Its fields are the
+One hash per frame, so that Redis evicts, expires and deletes a frame as a unit. Its fields are the
 meta record "m" and the frame's bytes, cut into pieces "p0", "p1" and so on.
+
+A frame is written under a name of its writer's own, an HSET for each piece, and published by one
+Lua call that renames it when it has all its fields. So it is there whole or not at all, whoever
+dies, races or is evicted in between. One HSET of all pieces would be as safe, but then the server
+copies them after the last byte, while nothing is on its way.
 
 `PIECE_BYTES` lies just under a power of two: with a few bytes of overhead 1 MiB exactly would take
 1.25 MiB of the server's memory. It also stays below the lowest limit that a server can set on one
@@ -11,6 +15,7 @@ argument (1 MiB). Smaller pieces cost speed, larger ones waste more in the last 
 The functions raise LostError and then leave outcomes that are not decided as they were.
 """
 
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,17 +25,24 @@ from tierkv.tier import DONE, FrameId, Item, Outcome, Status
 from tierkv.tiers.resp import Buffer, Connection, LostError, Refused, Reply, request
 
 PIECE_BYTES = (1 << 20) - 4096
-GROUP_PIECES = 8
-"""Pieces of one HMGET: what the server copies into its output at once."""
-WINDOW_BYTES = 4 << 20
-"""Bytes on their way at once; two requests are allowed whatever their size."""
+WINDOW_BYTES = 2 << 20
+"""Bytes on their way at once; two requests are allowed whatever their size. What is asked for lies
+in the server's output until it is sent: more than this leaves its caches."""
+UNPUBLISHED_S = 900
+"""What a writer that died left behind goes after this time."""
 WINDOW_REQUESTS = 64
 LOOKUP_BATCH = 4096
 
 LOOKUP = b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$1\r\nm\r\n"
+PUBLISH = b"""
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
+redis.call('UNLINK', KEYS[2])
+redis.call('RENAME', KEYS[1], KEYS[2])
+return redis.call('EXPIRE', KEYS[2], ARGV[2])
+"""
 _META = struct.Struct("<QHHB3xQ16s")
 
-EVICTED = Outcome(Status.FAILED, "gone as soon as it was written")
+EVICTED = Outcome(Status.FAILED, "some of it was evicted before the rest was written")
 
 Check = Callable[[Reply], None]
 """Takes the reply to the opening request of a batch. Raises: LostError."""
@@ -62,22 +74,30 @@ class Job(NamedTuple):
     key: bytes
     item: Item
     meta: Meta | None = None
-    replaces: bool = False
+
+
+class _Put(NamedTuple):
+    """A piece to write with what goes before the first one and behind the last one."""
+
+    job: Job
+    buffers: list[Buffer]
+    nbytes: int
+    replies: int
+    last: bool
 
 
 class _Ask(NamedTuple):
-    """Some pieces of one item, fetched with one HMGET; the first fetches the meta record too."""
+    """A piece to read; the first one comes with the meta record."""
 
     job: Job
-    first: int
-    pieces: list[list[memoryview]]
+    number: int
+    views: list[memoryview]
     nbytes: int
     last: bool
 
     def request(self) -> bytes:
-        numbers = range(self.first, self.first + len(self.pieces))
-        meta = (b"m",) if self.first == 0 else ()
-        return request(b"HMGET", self.job.key, *meta, *(b"p%d" % number for number in numbers))
+        meta = (b"m",) if self.number == 0 else ()
+        return request(b"HMGET", self.job.key, *meta, b"p%d" % self.number)
 
 
 def key_of(prefix: bytes, id_: FrameId) -> bytes:
@@ -132,55 +152,63 @@ def _meta(reply: Reply) -> Meta | Refused | None:
 
 
 def store(
-    link: Connection, jobs: Sequence[Job], ttl_s: int, outcomes: list[Outcome | None]
+    link: Connection, prefix: bytes, jobs: Sequence[Job], ttl_s: int, outcomes: list[Outcome | None]
 ) -> Refused | None:
     """Write frames; after an error reply no more are sent, and it is returned."""
     refused: Refused | None = None
+    names = [unpublished(prefix, job.key) for job in jobs]
+    puts = [put for job, name in zip(jobs, names, strict=True) for put in _puts(job, name, ttl_s)]
     sent = flying = 0
-    for done, job in enumerate(jobs):
-        while (
-            sent < len(jobs)
-            and refused is None
-            and _room(sent - done, flying, jobs[sent].item.nbytes)
-        ):
-            link.send(list(_store_buffers(jobs[sent], ttl_s)))
-            flying += jobs[sent].item.nbytes
+    for done, put in enumerate(puts):
+        while refused is None and sent < len(puts) and _room(sent - done, flying, puts[sent]):
+            link.send(puts[sent].buffers)
+            flying += puts[sent].nbytes
             sent += 1
-        if done < sent:
-            if job.replaces:
-                link.reply()
-            stored, expires = link.reply(), link.reply()
-            flying -= job.item.nbytes
-            if isinstance(stored, Refused):
-                refused = refused or stored
-                outcomes[job.number] = judged(stored)
-            else:
-                kept = isinstance(stored, int) and expires == 1
-                outcomes[job.number] = DONE if kept else EVICTED
-        elif refused is not None:
-            outcomes[job.number] = judged(refused)
+        if done == sent:
+            break
+        reply: Reply = None
+        for _ in range(put.replies):
+            reply = link.reply()
+            if isinstance(reply, Refused):
+                refused = refused or reply
+        flying -= put.nbytes
+        if put.last and (reply == 1 or refused is None):
+            outcomes[put.job.number] = DONE if reply == 1 else EVICTED
+    if refused is not None:
+        link.send([request(b"UNLINK", *names)])
+        link.reply()
+        for job in jobs:
+            outcomes[job.number] = outcomes[job.number] or judged(refused)
     return refused
 
 
-def _room(requests: int, flying: int, nbytes: int) -> bool:
+def unpublished(prefix: bytes, key: bytes) -> bytes:
+    """Return a new name to write a frame under; in a cluster it lies where the frame's key does."""
+    return b"%b{%b}%b" % (prefix, key, secrets.token_hex(8).encode())
+
+
+def _room(requests: int, flying: int, more: "_Put | _Ask") -> bool:
     """Whether one request more may be on its way."""
-    fits = flying + nbytes <= WINDOW_BYTES and requests < WINDOW_REQUESTS
+    fits = flying + more.nbytes <= WINDOW_BYTES and requests < WINDOW_REQUESTS
     return fits or requests < 2  # noqa: PLR2004, one is worked on while the next arrives
 
 
-def _store_buffers(job: Job, ttl_s: int) -> Iterator[Buffer]:
+def _puts(job: Job, name: bytes, ttl_s: int) -> Iterator[_Put]:
     assert job.meta is not None, "only a write has a meta record"
     pieces = _cut(job.item)
-    words = 4 + 2 * len(pieces)
-    head = request(b"UNLINK", job.key) if job.replaces else b""
-    head += b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (words, len(job.key), job.key)
-    head += b"$1\r\nm\r\n$%d\r\n%b\r\n" % (_META.size, job.meta.pack())
+    # The record goes first: what is left of a hash that was evicted meanwhile has none.
+    head = request(b"HSET", name, b"m", job.meta.pack())
+    head += request(b"EXPIRE", name, b"%d" % UNPUBLISHED_S)
+    fields = b"%d" % (len(pieces) + 1)
+    publish = request(b"EVAL", PUBLISH, b"2", name, job.key, fields, b"%d" % ttl_s)
     for number, views in enumerate(pieces):
-        name = b"p%d" % number
-        yield head + b"$%d\r\n%b\r\n$%d\r\n" % (len(name), name, sum(map(len, views)))
-        yield from views
-        head = b"\r\n"
-    yield head + request(b"EXPIRE", job.key, b"%d" % ttl_s)
+        field, nbytes = b"p%d" % number, sum(map(len, views))
+        first, last = number == 0, number + 1 == len(pieces)
+        words = (len(name), name, len(field), field, nbytes)
+        head += b"*4\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % words
+        tail = b"\r\n" + (publish if last else b"")
+        yield _Put(job, [head, *views, tail], nbytes, 1 + 2 * first + last, last)
+        head = b""
 
 
 def load(
@@ -206,7 +234,7 @@ def load(
     outcome = DONE
     for done, ask in enumerate(asks):
         batch = [] if done else [opening]
-        while sent < len(asks) and _room(sent - done, flying, asks[sent].nbytes):
+        while sent < len(asks) and _room(sent - done, flying, asks[sent]):
             batch.append(asks[sent].request())
             flying += asks[sent].nbytes
             sent += 1
@@ -216,26 +244,23 @@ def load(
             check(link.reply())
         received = _receive(link, ask, live)
         flying -= ask.nbytes
-        outcome = received if ask.first == 0 or outcome is DONE else outcome
+        outcome = received if ask.number == 0 or outcome is DONE else outcome
         if ask.last:
             outcomes[ask.job.number] = outcome
 
 
 def _receive(link: Connection, ask: _Ask, live: Callable[[Meta], bool]) -> Outcome:
-    refused = link.array(len(ask.pieces) + (ask.first == 0))
+    first = ask.number == 0
+    refused = link.array(2 if first else 1)
     if refused is not None:
         return judged(refused)
-    outcome = DONE
-    if ask.first == 0:
-        outcome = _agrees(_meta(link.reply()), ask.job.item, live)
-    for views in ask.pieces:
-        length, expected = link.fill(views), sum(map(len, views))
-        if length != expected and outcome is DONE:
-            if length < 0 and ask.first:
-                outcome = Outcome(Status.MISSING, "went away while it was read")
-            else:
-                outcome = Outcome(Status.CORRUPT, f"a piece of {length} bytes, not {expected}")
-    return outcome
+    outcome = _agrees(_meta(link.reply()), ask.job.item, live) if first else DONE
+    length = link.fill(ask.views)
+    if length == ask.nbytes or outcome is not DONE:
+        return outcome
+    if length < 0 and not first:
+        return Outcome(Status.MISSING, "went away while it was read")
+    return Outcome(Status.CORRUPT, f"a piece of {length} bytes, not {ask.nbytes}")
 
 
 def _agrees(meta: Meta | Refused | None, item: Item, live: Callable[[Meta], bool]) -> Outcome:
@@ -252,10 +277,8 @@ def _agrees(meta: Meta | Refused | None, item: Item, live: Callable[[Meta], bool
 
 def _asks(job: Job) -> Iterator[_Ask]:
     pieces = _cut(job.item)
-    for first in range(0, len(pieces), GROUP_PIECES):
-        some = pieces[first : first + GROUP_PIECES]
-        nbytes = sum(len(view) for views in some for view in views)
-        yield _Ask(job, first, some, nbytes, first + len(some) == len(pieces))
+    for number, views in enumerate(pieces):
+        yield _Ask(job, number, views, sum(map(len, views)), number + 1 == len(pieces))
 
 
 def _cut(item: Item) -> list[list[memoryview]]:
