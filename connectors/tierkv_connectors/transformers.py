@@ -276,7 +276,7 @@ class PrefixCache:
         """Return a cache of the first tokens; it owns the tensors, which are not copied again."""
         cache = DynamicCache(config=self._model.config)
         if tokens:
-            for layer, k, v in zip(_layers(cache), keys, values, strict=True):
+            for layer, k, v in zip(layers_of(cache), keys, values, strict=True):
                 layer.lazy_initialization(k, v)
                 layer.keys, layer.values = k[:, :, :tokens], v[:, :, :tokens]
         return cache
@@ -312,7 +312,7 @@ class PrefixCache:
         Raises: TierKVError (invalid) when they are not those of this model.
         """
         layers, _, _, heads, dim = self._copier.shape
-        found = _layers(cache)
+        found = layers_of(cache)
         if len(found) != layers:
             raise invalid(f"the cache has {len(found)} layers, the model {layers}")
         keys = [layer.keys for layer in found if layer.keys is not None]
@@ -348,7 +348,7 @@ class PrefixCache:
             reservation.abort()
 
 
-def _layers(cache: DynamicCache) -> list[DynamicLayer]:
+def layers_of(cache: DynamicCache) -> list[DynamicLayer]:
     """Return the layers of a cache of plain KV. Raises: TierKVError (invalid) for any other."""
     found = [layer for layer in cache.layers if type(layer) is DynamicLayer]
     if len(found) != len(cache.layers):

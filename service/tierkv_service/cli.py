@@ -1,4 +1,4 @@
-"""Command line: `tierkv serve`, `tierkv stat`, `tierkv demo`.
+"""Command line: `tierkv serve`, `tierkv stat`, `tierkv eval`, `tierkv demo`.
 
 For people by default, `--json` for programs. What the caller must change is one line on standard
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
@@ -111,6 +111,36 @@ def stat(
         from rich.console import Console
 
         show.show(after, rates, Console())
+
+
+@app.command(name="eval")
+def evaluate(
+    *,
+    model: Annotated[Path, typer.Option("--model", help="Directory of a transformers model.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for tables, plots and gate.json.")],
+    suite: Annotated[
+        str, typer.Option("--suite", help="quick: 8 sequences a domain; full: 32.")
+    ] = "quick",
+    profiles: Annotated[
+        str, typer.Option("--profiles", help="Names with commas between them, or all.")
+    ] = "all",
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="NAME=FILE: a domain of your own; may be given again."),
+    ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", help="Of the engine to gate: bf16, fp16 or fp32.")
+    ] = "bf16",
+    tokens_per_block: Annotated[
+        int, typer.Option("--tokens-per-block", help="Of the engine's blocks.")
+    ] = 128,
+    as_json: Json = False,
+) -> None:
+    """Measure what lossy profiles do to a model's answers, and write the gate that allows them."""
+    from tierkv_service.evaluate import Order, run
+
+    order = Order(model, out, suite, profiles, tuple(text or ()), kv_dtype, tokens_per_block)
+    raise typer.Exit(run(order, as_json=as_json))
 
 
 class Engine(enum.StrEnum):

@@ -69,7 +69,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_is_complete() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "stat", "demo"):
+    for command in ("serve", "stat", "eval", "demo"):
         assert command in done.stdout
         assert run(command, "--help").returncode == 0
 

@@ -1,0 +1,249 @@
+"""Results: from what was measured to rows, pairs, layers and the gate's entries."""
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import msgspec
+
+from tierkv.codec import PROFILES
+from tierkv.fidelity import Fidelity
+from tierkv.gate import Domain, Entry, Gate, Thresholds
+from tierkv.identity import Identity
+from tierkv_codecs.lab import measures
+from tierkv_codecs.lab.evaluate import ATTENTION, KEYS, VALUES, Results, Tally
+
+REJECTED = "rejected"
+GIGA = 1e9
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One profile in one domain. KL and `dnll` in nats per token, speeds in GB of KV a second.
+
+    `ratio_payload` counts the coded tokens and everything of their frames, `ratio_total` all tokens
+    and frames, both against 16-bit values. `fidelity_class` is the profile's, so the same in every
+    domain: the worst one decides.
+    """
+
+    profile: str
+    domain: str
+    ratio_payload: float
+    ratio_total: float
+    kl_mean: float
+    kl_lo: float
+    kl_hi: float
+    kl_p99: float
+    top1: float
+    dnll: float
+    needle_ok: int
+    needle_n: int
+    encode_gbps: float
+    decode_gbps: float
+    fidelity_class: str
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """KL of a profile over that of another on the same sequences, with its paired interval."""
+
+    profile: str
+    reference: str
+    domain: str
+    kl_ratio: float
+    kl_ratio_lo: float
+    kl_ratio_hi: float
+
+
+class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One profile on one sequence, for whoever wants to compute an interval of another kind."""
+
+    profile: str
+    domain: str
+    sequence: int
+    document: str
+    tokens: int
+    kl_mean: float
+    kl_max: float
+    top1: float
+    dnll: float
+
+
+class LayerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative error ||x' - x|| / ||x|| of one layer: keys with RoPE and values of coded tokens.
+
+    Attention's output is that of the continuation's reference queries.
+    """
+
+    profile: str
+    domain: str
+    layer: int
+    key_error: float
+    value_error: float
+    attention_error: float
+
+
+class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile's class, by the worst domain, and what stands against a better one."""
+
+    fidelity_class: str
+    why: str
+
+
+def domain_of(tally: Tally) -> Domain:
+    """Return a tally as the gate takes it."""
+    kl = [one.kl for one in tally.predictions]
+    mean, p99 = measures.mean(kl), measures.p99(kl)
+    agree = measures.mean([one.agree for one in tally.predictions])
+    return Domain(
+        domain=tally.domain,
+        sequences=len(kl),
+        tokens=sum(map(len, kl)),
+        kl_mean=mean.value,
+        kl_lo=mean.lo,
+        kl_hi=mean.hi,
+        kl_p99=p99.value,
+        kl_p99_hi=p99.hi,
+        top1=agree.value,
+        top1_lo=agree.lo,
+        dnll=measures.mean([one.dnll for one in tally.predictions]).value,
+        needle_ok=tally.needle_ok,
+        needle_n=tally.needle_n,
+    )
+
+
+def entries(results: Results, identity: Identity) -> list[Entry]:
+    """Return an entry for each lossy profile measured, yardsticks too."""
+    found = []
+    for profile in results.profiles:
+        tallies = [results.tallies[profile, domain] for domain in results.domains]
+        if not tallies[0].lossy:
+            continue
+        artifact = tallies[0].artifact
+        raw = sum(one.weight.coded_raw for one in tallies)
+        found.append(
+            Entry(
+                model=identity.model,
+                family=identity.family.hex(),
+                kv_dtype=identity.kv_dtype,
+                profile=profile,
+                artifact=artifact.hex() if any(artifact) else "",
+                context=results.suite.context,
+                ratio=raw / sum(one.weight.coded for one in tallies),
+                domains=tuple(map(domain_of, tallies)),
+            )
+        )
+    return found
+
+
+def storable(found: list[Entry]) -> list[Entry]:
+    """Return the entries of profiles that a store knows: what a gate file is for."""
+    return [entry for entry in found if entry.profile in PROFILES]
+
+
+def verdicts(results: Results, found: list[Entry], thresholds: Thresholds) -> dict[str, Verdicts]:
+    """Return each profile's class; one that is not lossy is exact, as the lab has checked."""
+    gate = Gate(thresholds=thresholds)
+    given = {
+        profile: Verdicts(fidelity_class=Fidelity.EXACT.name.lower(), why="")
+        for profile in results.profiles
+    }
+    for entry in found:
+        fidelity, _, why = gate.verdict(entry)
+        name = REJECTED if fidelity is None else fidelity.name.lower()
+        given[entry.profile] = Verdicts(fidelity_class=name, why=why)
+    return given
+
+
+def rows(results: Results, given: dict[str, Verdicts]) -> list[Row]:
+    """Return a row for each profile and domain."""
+    found = []
+    for (profile, name), tally in sorted_tallies(results):
+        domain, weight = domain_of(tally), tally.weight
+        found.append(
+            Row(
+                profile=profile,
+                domain=name,
+                ratio_payload=weight.ratio_payload,
+                ratio_total=weight.ratio_total,
+                kl_mean=domain.kl_mean,
+                kl_lo=domain.kl_lo,
+                kl_hi=domain.kl_hi,
+                kl_p99=domain.kl_p99,
+                top1=domain.top1,
+                dnll=domain.dnll,
+                needle_ok=domain.needle_ok,
+                needle_n=domain.needle_n,
+                encode_gbps=weight.encode_bytes / weight.encode_s / GIGA,
+                decode_gbps=weight.encode_bytes / weight.decode_s / GIGA,
+                fidelity_class=given[profile].fidelity_class,
+            )
+        )
+    return found
+
+
+def pairs(results: Results) -> list[Pair]:
+    """Return the KL of every lossy profile over every other's, in each domain."""
+    found = []
+    for domain in results.domains:
+        kl = {
+            profile: [one.kl for one in results.tallies[profile, domain].predictions]
+            for profile in results.profiles
+            if results.tallies[profile, domain].lossy
+        }
+        for one, other in permutations(kl, 2):
+            value, lo, hi = measures.ratio(kl[one], kl[other])
+            found.append(
+                Pair(
+                    profile=one,
+                    reference=other,
+                    domain=domain,
+                    kl_ratio=value,
+                    kl_ratio_lo=lo,
+                    kl_ratio_hi=hi,
+                )
+            )
+    return found
+
+
+def sequences(results: Results) -> list[SequenceRow]:
+    """Return a row for each profile and sequence."""
+    return [
+        SequenceRow(
+            profile=profile,
+            domain=domain,
+            sequence=number,
+            document=document,
+            tokens=len(one.kl),
+            kl_mean=float(one.kl.mean()),
+            kl_max=float(one.kl.max()),
+            top1=float(one.agree.mean()),
+            dnll=float(one.dnll.mean()),
+        )
+        for (profile, domain), tally in sorted_tallies(results)
+        for number, (document, one) in enumerate(
+            zip(tally.documents, tally.predictions, strict=True)
+        )
+    ]
+
+
+def layers(results: Results) -> list[LayerRow]:
+    """Return a row for each profile, domain and layer."""
+    return [
+        LayerRow(
+            profile=profile,
+            domain=domain,
+            layer=number,
+            key_error=key,
+            value_error=value,
+            attention_error=attention,
+        )
+        for (profile, domain), tally in sorted_tallies(results)
+        for number, (key, value, attention) in enumerate(
+            zip(*(tally.relative(kind) for kind in (KEYS, VALUES, ATTENTION)), strict=True)
+        )
+    ]
+
+
+def sorted_tallies(results: Results) -> Iterator[tuple[tuple[str, str], Tally]]:
+    """Yield tallies profile by profile, in the order of domains."""
+    for profile in results.profiles:
+        for domain in results.domains:
+            yield (profile, domain), results.tallies[profile, domain]

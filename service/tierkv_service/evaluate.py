@@ -1,0 +1,182 @@
+"""`tierkv eval`: the quality lab on a model directory, with progress, tables and files."""
+
+import contextlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
+
+from tierkv import __version__
+from tierkv.errors import invalid
+from tierkv.gate import Gate
+from tierkv_codecs import CODECS, Codec, CodecRegistry
+from tierkv_codecs.lab import report, results
+from tierkv_codecs.lab.evaluate import SUITES, Results, Step, evaluate
+from tierkv_codecs.lab.report import GATE, Report
+from tierkv_codecs.lab.results import Row, Verdicts
+from tierkv_codecs.lab.texts import Document, digest, evaluation_texts
+from tierkv_codecs.lab.yardsticks import registry_with
+from tierkv_connectors.subject import TransformersSubject
+
+ALL = "all"
+_COLOURS = {
+    "exact": "green",
+    "near_lossless": "green",
+    "safe": "blue",
+    "economy": "yellow",
+    "rejected": "red",
+}
+
+
+class Order(NamedTuple):
+    """What `tierkv eval` was asked for."""
+
+    model: Path
+    out: Path
+    suite: str
+    profiles: str = ALL
+    texts: tuple[str, ...] = ()
+    """NAME=FILE, each a domain beside the shipped ones; one NAME may have several files."""
+    kv_dtype: str = "bf16"
+    tokens_per_block: int = 128
+
+
+def run(order: Order, *, as_json: bool) -> int:
+    """Evaluate, write the files and print the outcome. Raises: TierKVError: what to change."""
+    transformers_logging.disable_progress_bar()
+    if order.suite not in SUITES:
+        raise invalid(f"suite {order.suite!r} is not known; use one of {', '.join(SUITES)}")
+    documents = (*evaluation_texts(), *map(_read_text, order.texts))
+    old = report.folder(order.out)
+    subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
+    registry = registry_with(CODECS)
+    codecs = _chosen(order.profiles, registry)
+    started = time.monotonic()
+    with _progress() as on_step:
+        found = evaluate(subject, codecs, registry, documents, SUITES[order.suite], on_step)
+    about = _about(order, subject, documents, time.monotonic() - started)
+    full = _report(found, subject, about, old)
+    report.write(order.out, full, old)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(full.rows).decode() + "\n")
+    else:
+        _show(full, order.out, Console())
+    return 0
+
+
+def _read_text(named: str) -> Document:
+    name, equals, path = named.partition("=")
+    if not (name and equals and path):
+        raise invalid(f"--text {named!r} is not NAME=FILE, for example german=faust.txt")
+    try:
+        return Document(name, path, Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _chosen(profiles: str, registry: CodecRegistry) -> Sequence[Codec]:
+    """Return the codecs to measure. Raises: TierKVError (invalid) naming the known ones."""
+    if profiles == ALL:
+        return registry.all()
+    return [registry.named(name.strip()) for name in dict.fromkeys(profiles.split(","))]
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Step], None]]:
+    """Show progress on standard error, and only there where a person looks."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda step: shown.update(task, description=step.text, completed=step.share)
+
+
+def _about(
+    order: Order, subject: TransformersSubject, documents: Sequence[Document], seconds: float
+) -> dict[str, str]:
+    identity, suite = subject.identity, SUITES[order.suite]
+    return {
+        "model": f"{identity.model} ({identity.weights})",
+        "family": identity.family.hex(),
+        "KV dtype": f"{identity.kv_dtype}, ratios against 16 bit",
+        "suite": f"{suite.name}: {suite.sequences} sequences a domain, {suite.context} tokens of"
+        f" prefix, {suite.continuation} of continuation, {identity.tokens_per_block} a block",
+        "texts": digest(documents),
+        "took": f"{seconds:.0f} s, {torch.get_num_threads()} threads, {platform.machine()}",
+        "versions": f"tierkv {__version__}, torch {torch.__version__},"
+        f" Python {platform.python_version()}",
+    }
+
+
+def _report(
+    found: Results, subject: TransformersSubject, about: dict[str, str], old: Gate
+) -> Report:
+    entries = results.entries(found, subject.identity)
+    verdicts = results.verdicts(found, entries, old.thresholds)
+    return Report(
+        about=about,
+        rows=results.rows(found, verdicts),
+        verdicts=verdicts,
+        sequences=results.sequences(found),
+        layers=results.layers(found),
+        pairs=results.pairs(found),
+        entries=results.storable(entries),
+    )
+
+
+def _show(full: Report, out: Path, console: Console) -> None:
+    console.print(_rows(full.rows))
+    console.print(_classes(full.verdicts))
+    console.print(f"files: {out}; the sidecar's settings take {out / GATE} as [store] gate")
+
+
+def _rows(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("profile", "domain"):
+        table.add_column(head, no_wrap=True)
+    heads = ("ratio", "all", "KL", "95% interval", "p99", "top-1", "dNLL", "needles", "enc", "dec")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    before = ""
+    for row in rows:
+        needles = f"{row.needle_ok}/{row.needle_n}" if row.needle_n else ""
+        table.add_row(
+            row.profile if row.profile != before else "",
+            row.domain,
+            f"{row.ratio_payload:.2f}",
+            f"{row.ratio_total:.2f}",
+            f"{row.kl_mean:.2g}",
+            f"{row.kl_lo:.2g}-{row.kl_hi:.2g}",
+            f"{row.kl_p99:.2g}",
+            f"{row.top1:.1%}",
+            f"{row.dnll:+.3f}",
+            needles,
+            f"{row.encode_gbps:.2f}",
+            f"{row.decode_gbps:.2f}",
+        )
+        before = row.profile
+    return table
+
+
+def _classes(verdicts: dict[str, Verdicts]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("profile", "class", "what stands against a better one"):
+        table.add_column(head)
+    for name, one in verdicts.items():
+        shown = Text(one.fidelity_class.replace("_", " "), style=_COLOURS[one.fidelity_class])
+        table.add_row(name, shown, one.why)
+    return table
