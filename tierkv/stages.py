@@ -280,7 +280,7 @@ class Stages:
         catalog.hold([source])
         return store.copy_of(source, RAM, locator)
 
-    def _submit(self, low: Lower, pairs: list[tuple[int, int]]) -> None:
+    def _submit(self, low: Lower, pairs: Sequence[tuple[int, int]]) -> None:
         store, catalog = self._store, self._store.catalog
         items = [
             Item(

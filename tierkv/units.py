@@ -14,6 +14,7 @@ clients choose keys, and must not be able to choose keys that meet.
 import secrets
 import struct
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +60,12 @@ class Units:
         self._keys += keys
         self._first += bytes(len(keys) // KEY_BYTES)
 
-    def name(self, row: int, key: bytes) -> None:
-        """Give a row that leads nowhere another key."""
-        with memoryview(self._keys) as keys:
-            keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+    def name(self, rows: Sequence[int], keys: bytes) -> None:
+        """Give rows that lead nowhere other keys."""
+        with memoryview(self._keys) as known:
+            for at, row in enumerate(rows):
+                key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                known[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
 
     def key(self, row: int) -> bytes:
         """Return a row's key."""
@@ -110,10 +113,19 @@ class Units:
         """Return whether a row is the first of its unit."""
         return bool(self._first[row])
 
-    def follow(self, row: int, after: int) -> None:
+    def homes(self, rows: Sequence[int]) -> list[int]:
+        """Return where the unit of each row has its slot at the earliest; see `follow`."""
+        if len(rows) < FEW:
+            return [self._home(self.key(row), self._part[row]) for row in rows]
+        found: list[int] = self._homes(*self._named(np.asarray(rows, np.int32))).tolist()
+        return found
+
+    def follow(self, row: int, after: int, home: int) -> None:
         """Take the first row of a unit away; the next one leads, or the unit is not known."""
         self._first[row] = 0
-        at = self._place(self.key(row), self._part[row])
+        slots, at, mask = self._slots, home, len(self._slots) - 1
+        while slots[at] != row:
+            at = (at + 1) & mask
         if after == NONE:
             self._count -= 1
             self._vacate(at)

@@ -9,6 +9,7 @@ import pytest
 from tests.frames import WHOLE, key_of
 from tierkv.catalog import (
     ABSENT,
+    COLUMNS,
     LEAVING,
     NONE,
     READY,
@@ -118,6 +119,49 @@ def test_units_lead_to_their_placements_in_every_tier() -> None:
     assert list(made.copies(NONE)) == []
     assert made.in_tier(NONE, 0) == NONE
     assert (made.part_of(other), made.part_at(1)) == (OTHER, OTHER)
+
+
+@pytest.mark.parametrize("many", [1, 1 << 30], ids=["numpy", "loops"])
+def test_units_alike_begin_and_go_as_one_by_one(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    monkeypatch.setattr("tierkv.catalog.MANY", many)
+    one, all_ = catalog(), catalog()
+    for made in one, all_:
+        old = made.begin(0, [unit(number) for number in range(40)])
+        made.commit(old)
+        below = made.begin(1, [unit(number, allocated=100) for number in range(0, 60, 2)])
+        made.commit(below[:5])
+        made.leave(old[10:30])
+        made.gone(old[29:9:-1])
+    numbers = range(40, 100)
+    rows = one.begin(0, [unit(number, part=1, nbytes=number) for number in numbers])
+    columns = unit(0)._asdict() | {name: np.array(numbers) for name in ("nbytes", "locator")}
+    columns |= {"position": np.array(numbers) * 64}
+    for name in "key", "part":
+        del columns[name]
+    keys = b"".join(key_of(number) for number in numbers)
+    assert all_.begin_alike(0, 1, keys, columns) == rows
+    for made in one, all_:
+        made.commit(rows[::2])
+        made.abort(rows[1::2])
+        made.leave(rows[:40:2])
+        check_sums(made)
+    assert rows[:20] == list(range(10, 30))
+    for name in COLUMNS:
+        assert getattr(one, name) == getattr(all_, name), name
+    assert (one.bytes, one.count) == (all_.bytes, all_.count)
+    everything = b"".join(key_of(number) for number in range(100))
+    for part in 0, 1:
+        assert one.find(everything, part).tolist() == all_.find(everything, part).tolist()
+    with pytest.raises(AssertionError, match="commit of a placement"):
+        all_.commit(rows[:3])
+
+
+def test_both_copies_of_a_unit_may_go_at_once() -> None:
+    made = catalog()
+    rows = [*made.begin(0, [unit(1), unit(2)]), *made.begin(1, [unit(1), unit(2)])]
+    made.abort(rows)
+    assert made.find(key_of(1) + key_of(2), 0).tolist() == [NONE, NONE]
+    assert made.begin(0, [unit(1)]) == [rows[-1]]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])

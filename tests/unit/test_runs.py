@@ -35,10 +35,24 @@ class Pages:
         assert self.runs.free == self.count - len(self.taken)
         return found
 
+    def take_all(self, count: int, frames: int) -> list[list[Run]] | None:
+        free = self.runs.free
+        found = self.runs.take_all(count, frames)
+        if found is None:
+            assert count * frames > free == self.runs.free
+            return None
+        assert [sum(length for _, length in runs) for runs in found] == [count] * frames
+        pages = [page for runs in found for page in pages_of(runs)]
+        assert len(set(pages)) == count * frames
+        assert self.taken.isdisjoint(pages)
+        self.taken.update(pages)
+        assert self.runs.free == self.count - len(self.taken)
+        return found
+
     def add(self, runs: list[Run]) -> None:
         for start, count in runs:
             self.taken.difference_update(range(start, start + count))
-            self.runs.add(start, count)
+        self.runs.add_all(runs)
         assert self.runs.free == self.count - len(self.taken)
 
 
@@ -86,6 +100,33 @@ def test_the_longest_pieces_come_first() -> None:
     assert found is not None
     assert found[0] == (30, 20)
     assert len(found) == 3
+
+
+def test_frames_of_one_call_lie_side_by_side() -> None:
+    pages = Pages(100)
+    assert pages.take_all(7, 3) == [[(0, 7)], [(7, 7)], [(14, 7)]]
+    assert pages.take_all(40, 2) is None
+    pages.add([(7, 7)])
+    # What fits no longer run goes where it fits, in as few places as it can.
+    assert pages.take_all(39, 2) == [[(21, 39)], [(60, 39)]]
+    assert pages.take_all(2, 4) == [[(7, 2)], [(9, 2)], [(11, 2)], [(13, 1), (99, 1)]]
+    assert pages.take_all(1, 1) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_taken_together_come_back_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    pages = Pages(600)
+    held: list[list[Run]] = []
+    for _ in range(300):
+        found = pages.take_all(rng.randint(1, 12), rng.randint(1, 20))
+        held += found or []
+        rng.shuffle(held)
+        keep = rng.randrange(len(held) + 1)
+        pages.add([run for runs in held[keep:] for run in runs])
+        del held[keep:]
+    pages.add([run for runs in held for run in runs])
+    assert pages.take(600) == [(0, 600)]
 
 
 def sizes(rng: random.Random) -> int:

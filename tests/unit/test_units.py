@@ -35,7 +35,8 @@ class Model:
         return rows
 
     def take(self, name: tuple[bytes, int], after: int) -> None:
-        self.units.follow(self.first[name], after)
+        row = self.first[name]
+        self.units.follow(row, after, *self.units.homes([row]))
         if after == NONE:
             del self.first[name]
         else:
@@ -97,5 +98,5 @@ def test_a_key_of_another_length_is_refused() -> None:
     model = Model()
     (row,) = model.enter([(key_of(1), 0)])
     with pytest.raises(ValueError, match="different"):
-        model.units.name(row, b"short")
+        model.units.name([row], b"short")
     assert model.units.key(row) == key_of(1)

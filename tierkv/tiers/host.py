@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ GROW_BYTES = 64 << 20
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADROOM = 64 << 20
+_NO_MAGIC = bytes(4)
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -102,20 +103,34 @@ class HostTier:
 
     def reserve(self, nbytes: int) -> int | None:
         """Take pages for a frame of `nbytes`."""
-        runs = self._runs.take(-(-nbytes // self.page_bytes))
-        if runs is None:
-            return None
-        return self._locator(runs)
+        locators = self.reserve_all(nbytes, 1)
+        return locators[0] if locators else None
+
+    def reserve_all(self, nbytes: int, frames: int) -> list[int] | None:
+        """Take pages for some frames of `nbytes` each; None when not all of them fit."""
+        taken = self._runs.take_all(-(-nbytes // self.page_bytes), frames)
+        return None if taken is None else [self._locator(runs) for runs in taken]
 
     def free(self, locator: int, nbytes: int) -> None:
         """Give a frame's pages back and make what lies there no frame any more."""
         del nbytes
-        runs = self.runs(locator)
-        start = runs[0][0] * self.page_bytes
-        self.view[start : start + 4] = bytes(4)
-        self._lists.pop(locator, None)
-        for first, count in runs:
-            self._runs.add(first, count)
+        self.free_all([locator])
+
+    def free_all(self, locators: Iterable[int]) -> None:
+        """As `free`, for many."""
+        view, freed = self.view, []
+        for locator in locators:
+            start = self.start(locator)
+            view[start : start + 4] = _NO_MAGIC
+            freed += self.runs(locator)
+            if locator < 0:
+                del self._lists[locator]
+        self._runs.add_all(freed)
+
+    def start(self, locator: int) -> int:
+        """Return where a frame starts in the arena, in bytes."""
+        first = self._lists[locator][0][0] if locator < 0 else locator & 0xFFFFFFFF
+        return first * self.page_bytes
 
     def truncate(self, locator: int, nbytes: int) -> int:
         """Free the pages behind the first `nbytes` of a frame; returns its new locator."""

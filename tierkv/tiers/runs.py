@@ -5,6 +5,8 @@ bit length of their count). A request takes one run when any is long enough and 
 pieces there are, so nothing is refused while enough pages are free.
 """
 
+from collections.abc import Iterable
+
 Run = tuple[int, int]
 """(first page, count of pages)"""
 
@@ -35,16 +37,46 @@ class PageRuns:
             count += length
         self._insert(start, count)
 
+    def add_all(self, runs: Iterable[Run]) -> None:
+        """Make the pages of runs free; those that touch enter as one."""
+        start = stop = 0
+        for first, count in sorted(runs):
+            if first != stop:
+                if stop > start:
+                    self.add(start, stop - start)
+                start = first
+            stop = first + count
+        if stop > start:
+            self.add(start, stop - start)
+
     def take(self, count: int) -> list[Run] | None:
         """Take `count` pages as few runs, in the order a frame uses them.
 
         None when too few are free.
         """
-        if count > self.free:
+        taken = self.take_all(count, 1)
+        return taken[0] if taken else None
+
+    def take_all(self, count: int, frames: int) -> list[list[Run]] | None:
+        """Take `count` pages for each of some frames, side by side where it can be; see `take`."""
+        if count * frames > self.free:
             return None
-        start = self._fitting(count)
-        if start is not None:
-            return [self._cut(start, count)]
+        out: list[list[Run]] = []
+        while len(out) < frames:
+            left = frames - len(out)
+            start = self._fitting(count * left)
+            if start is None and left > 1:
+                start = self._fitting(count)
+            if start is None:
+                out.append(self._scraps(count))
+                continue
+            fit = min(self._count[start] // count, left)
+            first, _ = self._cut(start, fit * count)
+            out += [[(at, count)] for at in range(first, first + fit * count, count)]
+        return out
+
+    def _scraps(self, count: int) -> list[Run]:
+        """Take pages where no run is long enough: the longest pieces there are."""
         out: list[Run] = []
         for pieces in reversed(self._classes):
             while pieces and count:
