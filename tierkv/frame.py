@@ -35,6 +35,9 @@ SEALED = 4
 _FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
 _CHECKSUM_AT = _FIXED.size - 8
 _CHECKSUM = struct.Struct("<Q")
+_POSITION, _POSITION_AT = struct.Struct("<I"), 20
+_KEY, _PART = slice(64, 96), slice(144, 154)
+_SIZES, _SIZES_AT = struct.Struct("<QQ"), 160
 _FLAGS = struct.Struct("<10xH")
 _NO_CHECKSUM = bytes(8)
 _UNSEALED = bytes(16)
@@ -127,6 +130,32 @@ def pack(header: Header) -> bytes:
     out = (_FIXED.pack(*fields) + b"".join(table)).ljust(size, b"\0")
     checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(out))
     return out[:_CHECKSUM_AT] + checksum + out[_CHECKSUM_AT + 8 :]
+
+
+class Stamp:
+    """Packs headers of one segment that differ from a first one in what `pack` is told.
+
+    Raises: TierKVError (invalid), see `frame.pack`.
+    """
+
+    def __init__(self, first: Header) -> None:
+        self._bytes = bytearray(pack(first))
+
+    def pack(
+        self, key: bytes, part: bytes, position: int, raw_bytes: int, length: int, checksum: bytes
+    ) -> bytearray:
+        """Return a header's bytes, which hold until the next call.
+
+        `part` is packed; `checksum` is b"" where the first one is unsealed.
+        """
+        out = self._bytes
+        _POSITION.pack_into(out, _POSITION_AT, position)
+        out[_KEY], out[_PART] = key, part
+        _SIZES.pack_into(out, _SIZES_AT, raw_bytes, length)
+        _SEGMENT.pack_into(out, _FIXED.size, length, checksum or _UNSEALED)
+        out[_CHECKSUM_AT : _CHECKSUM_AT + 8] = _NO_CHECKSUM
+        _CHECKSUM.pack_into(out, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(out))
+        return out
 
 
 def parse(data: Buffer | bytes) -> Header | Refusal:

@@ -40,6 +40,8 @@ class Match:
     deadline: float
     asked_at: float
     """Clock when it was asked, in seconds."""
+    minimum: int
+    """Minimum generation of its namespace then."""
     rows: "array[int]" = field(default_factory=lambda: array("i"))
     """RAM placements held, by unit; NONE while a unit is on its way."""
     awaited: dict[int, int] = field(default_factory=dict)
@@ -89,7 +91,10 @@ class Matches:
         asked = count_keys(call.keys, len(parts))
         namespace = store.namespaces.number(digest_of(call.namespace))
         deadline = store.clock() + seconds_of(call.deadline_s)
-        match = Match(self._next, owner, call, namespace, asked, parts, deadline, store.clock())
+        match = Match(
+            self._next, owner, call, namespace, asked, parts, deadline, store.clock(),
+            store.namespaces.minimum[namespace],
+        )  # fmt: skip
         self._next += 1
         heads = store.heads(call.keys, parts)
         match.rows = store.look(heads, call.fidelity, namespace)
@@ -198,7 +203,9 @@ class Matches:
         store = self._store
         keep = call.blocks * len(match.parts)
         rows = match.rows[:keep]
-        if not all(store.answers(row, match.call.fidelity, match.namespace) for row in rows):
+        if store.namespaces.minimum[match.namespace] > match.minimum and not all(
+            store.answers(row, match.call.fidelity, match.namespace) for row in rows
+        ):
             self._end(match)  # cleared since it was matched
             return GetReply(transfer=0)
         store.unhold(match.rows[keep:])

@@ -3,11 +3,14 @@
 import logging
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tierkv import frame, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
-from tierkv.catalog import LEAVING, NONE, READY, Unit
+from tierkv.catalog import LEAVING, NONE, READY, Column
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
@@ -24,6 +27,7 @@ UNUSED_FROM = 1000
 """Blocks stored without one hit on what was found at start before that is called a problem."""
 _LOG = logging.getLogger("tierkv")
 _NO_ARTIFACT = bytes(32)
+_KEY = np.dtype((np.void, KEY_BYTES))
 
 
 @dataclass(slots=True)
@@ -64,7 +68,9 @@ class Puts:
             store.counters["put_refused_gap"] += refused
             return PutReply(reservation=0, refused=refused)
         known = [True] * skipped
-        known += [self._known(head, call.fidelity, namespace) for head in heads[skipped:]]
+        known += [
+            head != NONE and self._known(head, call.fidelity, namespace) for head in heads[skipped:]
+        ]
         profile = planner.plan_profile(_profiles(call), [low.io.rates for low in store.lower])
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
@@ -77,7 +83,11 @@ class Puts:
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
         rows = self._begin(call, parts, plan, raw)
-        store.look(store.heads(call.keys, parts), call.fidelity, namespace)
+        if plan.refused:
+            found = store.heads(call.keys, parts)
+        else:
+            found[plan.units] = rows  # all that had to make way led to one of these units
+        store.look(found, call.fidelity, namespace)
         store.check()
         number, self._next = self._next, self._next + 1
         seal = store.settings.verify == "always"
@@ -109,19 +119,18 @@ class Puts:
         if len(lengths) != len(rows) or (reservation.seal and len(sums) != len(rows) * 16):
             store.abort(rows)
             raise invalid(f"commit names {len(lengths)} lengths for {len(rows)} units")
-        done: list[int] = []
-        given_up: list[int] = []
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            bound = catalog.nbytes[row] - HEADER_BYTES
-            minimum = store.namespaces.minimum[catalog.namespace[row]]
-            if given_up or not 0 < length <= bound or catalog.generation[row] < minimum:
-                given_up.append(row)  # and all behind it: no reader could reach them
-                continue
-            checksum = sums[index * 16 : index * 16 + 16] if reservation.seal else b""
-            self._seal(row, reservation, index, length, checksum)
-            store.totals["stored_bytes"] += length
-            done.append(row)
-        store.abort(given_up)
+        bounds = map(catalog.nbytes.__getitem__, rows)
+        written = [
+            0 < length <= bound - HEADER_BYTES
+            for length, bound in zip(lengths, bounds, strict=True)
+        ]
+        stop = written.index(False) if False in written else len(rows)
+        if catalog.generation[rows[0]] < store.namespaces.minimum[catalog.namespace[rows[0]]]:
+            stop = 0  # cleared since
+        done, lengths = rows[:stop], lengths[:stop]
+        store.abort(rows[stop:])  # and all behind what was given up: no reader could reach them
+        self._seal(reservation, lengths, sums if reservation.seal else b"")
+        store.totals["stored_bytes"] += sum(lengths)
         catalog.commit(done)
         store.totals["put_units"] += len(done)
         self._look_for_reuse()
@@ -210,45 +219,68 @@ class Puts:
         return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, len(raw))
 
     def _begin(self, call: PutCall, parts: list[int], plan: PutPlan, raw: list[int]) -> list[int]:
+        """Take space for the units of a plan and begin their placements."""
         store, profile = self._store, plan.profile
         namespace = store.namespaces.number(digest_of(call.namespace))
         page = store.host.page_bytes
-        units: list[Unit] = []
-        for unit in plan.units:
-            block, index = divmod(unit, len(parts))
-            nbytes = HEADER_BYTES + raw[index] + profile.bound_extra
-            locator = store.host.reserve(nbytes)
-            assert locator is not None, "the plan promised room"
-            units.append(
-                Unit(
-                    call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES],
-                    parts[index],
-                    profile.number,
-                    call.fidelity,
-                    frame.DERIVED if call.derived else 0,
-                    nbytes,
-                    -(-nbytes // page) * page,
-                    locator,
-                    namespace,
-                    store.namespaces.minimum[namespace],
-                    call.position + block * call.tokens_per_block,
-                )
-            )
-        return store.catalog.begin(RAM, units)
+        units, rows = np.array(plan.units), np.empty(len(plan.units), np.int32)
+        for index, (part, size) in enumerate(zip(parts, raw, strict=True)):
+            mine = np.flatnonzero(units % len(parts) == index)
+            if not len(mine):
+                continue
+            blocks = units[mine] // len(parts)
+            nbytes = HEADER_BYTES + size + profile.bound_extra
+            locators = store.host.reserve_all(nbytes, len(mine))
+            assert locators is not None, "the plan promised room"
+            columns: dict[str, Column] = {
+                "profile": profile.number,
+                "fidelity": call.fidelity,
+                "flags": frame.DERIVED if call.derived else 0,
+                "nbytes": nbytes,
+                "allocated": -(-nbytes // page) * page,
+                "locator": np.array(locators),
+                "namespace": namespace,
+                "generation": store.namespaces.minimum[namespace],
+                "position": call.position + blocks * call.tokens_per_block,
+            }
+            keys = np.frombuffer(call.keys, _KEY)[blocks].tobytes()
+            rows[mine] = store.catalog.begin_alike(RAM, part, keys, columns)
+        return rows.tolist()
 
-    def _seal(self, row: int, held: _Reservation, index: int, length: int, checksum: bytes) -> None:
-        """Trim a written frame to its size and write its header."""
-        store, catalog = self._store, self._store.catalog
-        nbytes = HEADER_BYTES + length
-        page = store.host.page_bytes
-        locator, allocated = catalog.locator[row], -(-nbytes // page) * page
+    def _seal(self, held: _Reservation, lengths: Sequence[int], checksums: bytes) -> None:
+        """Trim the first frames, which are written, to their sizes and write their headers."""
+        if not lengths:
+            return
+        catalog, host = self._store.catalog, self._store.host
+        stamp = frame.Stamp(self._header(held, lengths[0], sealed=bool(checksums)))
+        parts = {
+            number: catalog.part_at(number).pack()
+            for number in {catalog.part[row] for row in held.rows}
+        }
+        for index, (row, length) in enumerate(zip(held.rows, lengths, strict=False)):
+            if HEADER_BYTES + length != catalog.nbytes[row]:
+                self._trim(row, HEADER_BYTES + length)
+            header = stamp.pack(
+                catalog.key(row), parts[catalog.part[row]], catalog.position[row],
+                held.raw[index], length, checksums[index * 16 : index * 16 + 16],
+            )  # fmt: skip
+            start = host.start(catalog.locator[row])
+            host.view[start : start + HEADER_BYTES] = header
+
+    def _trim(self, row: int, nbytes: int) -> None:
+        catalog, host = self._store.catalog, self._store.host
+        locator, allocated = catalog.locator[row], -(-nbytes // host.page_bytes) * host.page_bytes
         if allocated < catalog.allocated[row]:
-            locator = store.host.truncate(locator, nbytes)
+            locator = host.truncate(locator, nbytes)
         catalog.resize(row, nbytes, allocated, locator)
+
+    def _header(self, held: _Reservation, length: int, *, sealed: bool) -> frame.Header:
+        """Return the header of a reservation's first frame, from which the others differ little."""
+        catalog, row = self._store.catalog, held.rows[0]
         profile = BY_NUMBER[catalog.profile[row]]
         fidelity = FIDELITIES[catalog.fidelity[row]]
         lossy = frame.LOSSY if fidelity < Fidelity.EXACT else 0
-        header = frame.Header(
+        return frame.Header(
             codec_id=profile.codec_id,
             flags=catalog.flags[row] | lossy,
             fidelity=fidelity,
@@ -260,12 +292,11 @@ class Puts:
             namespace=held.namespace,
             artifact=_NO_ARTIFACT,
             part=catalog.part_of(row),
-            raw_bytes=held.raw[index],
-            epoch=store.host.epoch,
+            raw_bytes=held.raw[0],
+            epoch=self._store.host.epoch,
             segments=(length,),
-            checksums=(checksum,) if checksum else (),
+            checksums=(bytes(16),) if sealed else (),
         )
-        store.host.pieces(locator)[0][:HEADER_BYTES] = frame.pack(header)
 
 
 def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:

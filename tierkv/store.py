@@ -245,6 +245,8 @@ class Store:
 
     def unhold(self, rows: Rows) -> None:
         """End one hold of each row."""
+        if not rows:
+            return
         self._gone(self.catalog.unhold(rows))
 
     def abort(self, rows: Rows) -> None:
@@ -282,11 +284,11 @@ class Store:
         return row != NONE and catalog.generation[row] == name.generation
 
     def _free(self, rows: Rows) -> None:
-        catalog = self.catalog
+        tier, locator, allocated = self.catalog.tier, self.catalog.locator, self.catalog.allocated
+        self.host.free_all([locator[row] for row in rows if tier[row] == RAM])
         for row in rows:
-            tier = catalog.tier[row]
-            place = self.lower[tier - 1].tier if tier else self.host
-            place.free(catalog.locator[row], catalog.allocated[row])
+            if tier[row] != RAM:
+                self.lower[tier[row] - 1].tier.free(locator[row], allocated[row])
 
     def frame_id(self, row: int) -> FrameId:
         """Return the name of a placement's frame."""
@@ -322,15 +324,7 @@ class Store:
 
     def runs_of(self, rows: Rows) -> tuple[bytes, bytes]:
         """Return run counts (uint16) and byte runs (int64 pairs) of RAM placements."""
-        page = self.host.page_bytes
-        counts = array("H")
-        runs = array("q")
-        for row in rows:
-            found = self.host.runs(self.catalog.locator[row])
-            counts.append(len(found))
-            for first, count in found:
-                runs.extend((first * page, count * page))
-        return counts.tobytes(), runs.tobytes()
+        return self.host.runs_of([*map(self.catalog.locator.__getitem__, rows)])
 
     def check(self) -> None:
         """Assert the capacity invariant of every tier with a capacity.

@@ -1,5 +1,6 @@
 """Headers say what a frame is, and everything that is not one is refused by its kind."""
 
+import random
 import struct
 from typing import Any
 
@@ -172,3 +173,29 @@ def test_digest_is_of_the_bytes_and_not_of_their_pieces() -> None:
     assert frame.digest([data]) == xxhash.xxh3_128_digest(bytes(data))
     assert frame.digest([data[:7], data[7:]]) == frame.digest([data])
     assert frame.digest([]) == xxhash.xxh3_128_digest(b"")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_stamp_packs_what_pack_does(*, sealed: bool) -> None:
+    rng = random.Random(7)
+
+    def header(number: int) -> frame.Header:
+        length = rng.randrange(1, 1 << 20)
+        return frame.Header(
+            codec_id=2, flags=frame.DERIVED, fidelity=Fidelity.SAFE, tokens=64,
+            position=number * 64, generation=1 << 60, fingerprint=bytes(range(32)),
+            key=rng.randbytes(32), namespace=bytes(range(16)), artifact=rng.randbytes(32),
+            part=Part(number, 0, 2, 1, 9), raw_bytes=1 << 20, epoch=1 << 62, segments=(length,),
+            checksums=(rng.randbytes(16),) if sealed else (),
+        )  # fmt: skip
+
+    first = header(0)
+    stamp = frame.Stamp(first)
+    for number in range(1, 20):
+        other = msgspec.structs.replace(header(number), artifact=first.artifact)
+        packed = stamp.pack(
+            other.key, other.part.pack(), other.position, other.raw_bytes, other.segments[0],
+            other.checksums[0] if sealed else b"",
+        )  # fmt: skip
+        assert packed == frame.pack(other)
+        assert frame.parse(packed) == other

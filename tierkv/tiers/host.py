@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tierkv import frame
 from tierkv.errors import invalid, unavailable
@@ -151,6 +152,16 @@ class HostTier:
         if locator < 0:
             return self._lists[locator]
         return [(locator & 0xFFFFFFFF, locator >> 32)]
+
+    def runs_of(self, locators: Sequence[int]) -> tuple[bytes, bytes]:
+        """Return the count of runs of each frame (uint16) and the runs in bytes (int64 pairs)."""
+        if min(locators, default=0) >= 0:
+            at = np.array(locators, np.int64)
+            pairs = np.stack([at & 0xFFFFFFFF, at >> 32], axis=1) * self.page_bytes
+            return np.ones(len(at), np.uint16).tobytes(), pairs.tobytes()
+        runs = [self.runs(locator) for locator in locators]
+        pairs = np.array([run for some in runs for run in some], np.int64) * self.page_bytes
+        return np.array([len(some) for some in runs], np.uint16).tobytes(), pairs.tobytes()
 
     def pieces(self, locator: int) -> list[memoryview]:
         """Return views of a frame's pages, in order."""
