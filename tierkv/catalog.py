@@ -279,6 +279,17 @@ class Catalog:
         mine = (self.column("tier") == tier) & np.isin(self.column("state"), states)
         return np.flatnonzero(mine).astype(np.int32)
 
+    def within(self, tier: int, start: int, stop: int) -> list[int]:
+        """Return the rows of a tier, in any state, that lie at start <= locator < stop.
+
+        Linear in placements: two passes of numpy over their locators.
+        """
+        beyond = (self.column("locator") - start).view(np.uint64)
+        near = np.flatnonzero(beyond < np.uint64(stop - start))
+        mine = (self.column("tier")[near] == tier) & (self.column("state")[near] != ABSENT)
+        rows: list[int] = near[mine].tolist()
+        return rows
+
     def check(self, tier: int, space: Space, carrying: int = 0) -> None:
         """Assert the capacity invariant of a tier, with what a placement takes twice meanwhile."""
         placed = sum(self.bytes[tier][WRITING:]) + carrying

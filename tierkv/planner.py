@@ -5,7 +5,7 @@ Pure decisions over plain data. No I/O, no clock, no lock; the simulator runs th
 
 from collections.abc import Sequence
 
-from tierkv.catalog import READY, Catalog, Rows
+from tierkv.catalog import READY, Catalog
 from tierkv.codec import Profile
 from tierkv.cost import Rates, Recompute, load_seconds, pick_profile
 from tierkv.key import KEY_BYTES
@@ -134,7 +134,7 @@ def plan_stage(
 
 
 def plan_region(
-    policy: ServicePolicy, view: Catalog, tier: int, regions: Sequence[Region], rows: Rows
+    policy: ServicePolicy, view: Catalog, tier: int, regions: Sequence[Region]
 ) -> RegionPlan | None:
     """Choose the region that costs least to free and name what survives it.
 
@@ -143,22 +143,13 @@ def plan_region(
         view: the catalog.
         tier: the regions' tier.
         regions: sealed regions, oldest first.
-        rows: all placements of the tier, in any state.
 
     Returns: None when every region looked at holds something held or unfinished.
     """
-    looked = regions[:CANDIDATES]
-    inside: list[list[int]] = [[] for _ in looked]
-    starts = sorted((region.start, region.stop, index) for index, region in enumerate(looked))
-    for row in rows:
-        at = view.locator[row]
-        for start, stop, index in starts:
-            if start <= at < stop:
-                inside[index].append(row)
-                break
     best: RegionPlan | None = None
     least = float("inf")
-    for region, mine in zip(looked, inside, strict=True):
+    for region in regions[:CANDIDATES]:
+        mine = view.within(tier, region.start, region.stop)
         if any(view.state[row] != READY or view.holds[row] for row in mine):
             continue
         kept = policy.keeps(view, tier, mine)
@@ -174,4 +165,6 @@ def plan_region(
             least = carried
             staying = set(carry)
             best = RegionPlan(region.number, carry, [row for row in mine if row not in staying])
+        if not least:
+            break
     return best

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tierkv import planner
 from tierkv.calls import FlushCall, FlushReply
-from tierkv.catalog import LEAVING, NONE, READY, WRITING, Rows
+from tierkv.catalog import NONE, READY, Rows
 from tierkv.limits import count_keys, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
@@ -261,10 +261,7 @@ class WriteBehind:
             if tier.probe():
                 return
             with store.lock:
-                rows = store.catalog.select(lower.number, WRITING, READY, LEAVING)
-                plan = planner.plan_region(
-                    store.policy, store.catalog, lower.number, regions, rows.tolist()
-                )
+                plan = planner.plan_region(store.policy, store.catalog, lower.number, regions)
                 if plan is None:
                     return
                 store.drop(plan.drops)

@@ -121,9 +121,7 @@ def test_units_lead_to_their_placements_in_every_tier() -> None:
     assert (made.part_of(other), made.part_at(1)) == (OTHER, OTHER)
 
 
-@pytest.mark.parametrize("many", [1, 1 << 30], ids=["numpy", "loops"])
-def test_units_alike_begin_and_go_as_one_by_one(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
-    monkeypatch.setattr("tierkv.catalog.MANY", many)
+def test_units_alike_begin_and_go_as_one_by_one() -> None:
     one, all_ = catalog(), catalog()
     for made in one, all_:
         old = made.begin(0, [unit(number) for number in range(40)])
@@ -200,6 +198,19 @@ def test_select_finds_rows_by_tier_and_state() -> None:
     assert made.select(0, WRITING, LEAVING).tolist() == [rows[0], *rows[4:]]
     assert made.select(1, WRITING).tolist() == below
     assert made.select(2, WRITING).tolist() == []
+
+
+def test_rows_are_found_by_where_they_lie() -> None:
+    made = catalog()
+    assert made.within(1, 0, 10) == []
+    rows = made.begin(1, [unit(number) for number in range(8)])  # locators are the numbers
+    made.begin(0, [unit(number) for number in range(8)])
+    made.commit(rows[:5])
+    made.leave(rows[:4])
+    made.gone(rows[3:4])
+    assert made.within(1, 2, 6) == [rows[2], rows[4], rows[5]]
+    assert made.within(1, 7, 100) == rows[7:]
+    assert made.within(2, 0, 100) == made.within(1, 3, 4) == []
 
 
 def test_adopted_placements_are_ready() -> None:

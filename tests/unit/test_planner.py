@@ -213,9 +213,9 @@ def regions(count: int) -> list[Region]:
     return [Region(n, n * 10, n * 10 + 10, 0, n) for n in range(count)]
 
 
-def reclaim(shelf: Shelf, sealed: list[Region], rows: list[int]) -> RegionPlan | None:
+def reclaim(shelf: Shelf, sealed: list[Region]) -> RegionPlan | None:
     assert isinstance(shelf.policy, Lru)
-    return planner.plan_region(shelf.policy, shelf.catalog, 1, sealed, rows)
+    return planner.plan_region(shelf.policy, shelf.catalog, 1, sealed)
 
 
 def region_shelf(count: int) -> tuple[Shelf, list[int]]:
@@ -231,7 +231,7 @@ def test_the_region_that_costs_least_goes() -> None:
     shelf, rows = region_shelf(20)
     for row in rows[10:15] + rows[15:] + rows[:5] + rows[5:10]:
         shelf.policy.touched(shelf.catalog, [row])
-    plan = reclaim(shelf, regions(4), rows)
+    plan = reclaim(shelf, regions(4))
     assert plan is not None
     assert plan.number in (0, 2, 3)
     assert plan.carry == []
@@ -246,7 +246,7 @@ def test_what_is_hot_is_carried_and_no_more_than_half_a_region() -> None:
     for row in rows[:4]:
         for _ in range(2):
             shelf.policy.touched(shelf.catalog, [row])
-    plan = reclaim(shelf, regions(1), rows[:6])
+    plan = reclaim(shelf, regions(1))
     assert plan is not None
     assert set(plan.carry) | set(plan.drops) == set(rows[:6])
     assert not set(plan.carry) & set(plan.drops)
@@ -262,20 +262,19 @@ def test_a_region_in_use_is_passed_over(busy: str) -> None:
     if busy == "writing":
         extra = shelf.add(1, tier=1, size=1, ready=False)
         shelf.catalog.locator[extra[0]] = 6
-        rows = rows + extra
     else:
         shelf.catalog.hold(rows[:1])
         if busy == "leaving":
             shelf.catalog.leave(rows[:1])
-    plan = reclaim(shelf, regions(2), rows)
+    plan = reclaim(shelf, regions(2))
     assert plan is not None
     assert plan.number == 1
-    assert reclaim(shelf, regions(1), rows) is None
+    assert reclaim(shelf, regions(1)) is None
 
 
 def test_an_empty_region_costs_nothing() -> None:
     shelf, rows = region_shelf(5)
     shelf.policy.touched(shelf.catalog, rows)
-    plan = reclaim(shelf, regions(2)[::-1], rows)
+    plan = reclaim(shelf, regions(2)[::-1])
     assert plan is not None
     assert (plan.number, plan.carry, plan.drops) == (1, [], [])
