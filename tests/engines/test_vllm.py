@@ -128,6 +128,27 @@ def test_another_engine_loads_from_ram(engine: Engine, sidecar: Process, cold: l
     assert hits(sidecar) == {"host": STORED}
 
 
+def test_as_one_of_several_connectors(
+    sidecar: Process, cold: list[int], model_dir: Path, tmp_path: Path
+) -> None:
+    """The child sees its own options only; the other one has nothing."""
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "files")},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [config(sidecar), other]},
+    }
+    with Engine(model_dir, sidecar.log.with_name("both.log"), both) as engine:
+        answer = engine.generate([prompt(LONG)], NEW)[0]
+        assert (answer.cached, answer.tokens) == (STORED, cold)
+        assert engine.metrics("vllm:tierkv")["vllm:tierkv_loaded_tokens{tier=host}"] == STORED
+
+
 def test_from_nvme_after_the_sidecar_started_again(
     engine: Engine, sidecar: Process, cold: list[int]
 ) -> None:

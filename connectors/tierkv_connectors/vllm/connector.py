@@ -8,12 +8,14 @@ without tierkv. After the constructor nothing raises into the engine.
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -347,3 +349,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._client.close()
         if self._private is not None:
             self._private.close()
+
+
+# MultiConnector finds the statistics of its children by their registered names only, in processes
+# that have no connector but import it; a name that is not there ends the engine.
+with suppress(ValueError):
+    KVConnectorFactory.register_connector("TierKVConnector", __name__, "TierKVConnector")

@@ -1,0 +1,65 @@
+"""The connector with a clock: how long its calls keep vLLM's scheduler.
+
+Loaded by the engine (`kv_connector_module_path`); appends one line of JSON for each step, the
+seconds of its calls, to the file that TIERKV_BENCH_CALLS names.
+"""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from tierkv_connectors.vllm.connector import TierKVConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CALLS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "get_external_cache_hit_sources",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "build_connector_meta",
+)
+"""On the scheduler side; the last one ends a step."""
+
+
+class TimedConnector(TierKVConnector):
+    """Every scheduler-side call is timed."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._scheduler is None:
+            return
+        self._times: list[tuple[str, float]] = []
+        self._out = Path(os.environ["TIERKV_BENCH_CALLS"])
+        for name in CALLS:
+            setattr(self, name, self._timed(name, getattr(self, name)))
+
+    def _timed(self, name: str, call: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(call)
+        def timed(*arguments: P.args, **named: P.kwargs) -> T:
+            started = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._times.append((name, time.perf_counter() - started))
+                if name == CALLS[-1]:
+                    with self._out.open("a") as out:
+                        out.write(json.dumps(self._times) + "\n")
+                    self._times = []
+
+        return timed
