@@ -16,6 +16,7 @@ from tierkv import calls, frame
 from tierkv.cache import TierKV
 from tierkv.client import Reservation, Transfer
 from tierkv.executor import Executor, Inline
+from tierkv.gate import Gate
 from tierkv.key import KEY_BYTES
 from tierkv.part import Part
 from tierkv.policies.lru import Lru
@@ -66,6 +67,7 @@ class Rig:
         executor: Executor | None = None,
         clock: Clock | None = None,
         wall: Callable[[], float] = lambda: 0.0,
+        gate: Gate | None = None,
         **settings: Any,
     ) -> None:
         self.inline = Inline()
@@ -77,6 +79,7 @@ class Rig:
             self.lower,
             executor=executor or self.inline,
             settings=StoreSettings(**settings),
+            gate=gate,
             policy=Lru(1 + len(self.lower)),
             clock=self.clock,
             wall=wall,

@@ -22,8 +22,9 @@ from tierkv import calls
 from tierkv.answers import Answers
 from tierkv.catalog import READY
 from tierkv.clock import Clock
-from tierkv.codec import BY_CODEC_ID
 from tierkv.executor import Executor, Threads
+from tierkv.gate import Gate
+from tierkv.gate import load as load_gate
 from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
@@ -56,12 +57,13 @@ class TierKV:
         *,
         executor: Executor,
         settings: StoreSettings,
+        gate: Gate | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
         policy: ServicePolicy | None = None,
     ) -> None:
         policy = policy or Lru(1 + len(lower))
-        self._store = Store(host, lower, policy, executor, clock, settings)
+        self._store = Store(host, lower, policy, executor, clock, settings, gate)
         self._write_behind = WriteBehind(self._store)
         self._matches = Matches(self._store)
         self._stages = Stages(self._store, self._matches, self._write_behind.resume)
@@ -83,6 +85,7 @@ class TierKV:
     @classmethod
     def open(cls, settings: Settings) -> Self:
         """Build the tiers of the settings and the store over them. Raises: TierKVError."""
+        gate = load_gate(settings.store.gate) if settings.store.gate else None
         lower: list[DurableTier] = []
         lanes = {"control": 2, "grow": 1, "host-probe": 1}
         if settings.nvme is not None:
@@ -94,7 +97,7 @@ class TierKV:
             lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
         host = HostTier(settings.host)
         executor = Threads(lanes)
-        store = cls(host, lower, executor=executor, settings=settings.store)
+        store = cls(host, lower, executor=executor, settings=settings.store, gate=gate)
         executor.on_bug = store.break_down
         return store
 
@@ -325,7 +328,7 @@ class TierKV:
         """
         catalog = self._store.catalog
         profile_of = np.zeros(1 << 16, np.int8)
-        for codec_id, profile in BY_CODEC_ID.items():
+        for codec_id, profile in self._store.offers.readable.items():
             profile_of[codec_id] = profile.number
         granule = low.tier.granule
         every = np.empty(len(found), np.int32)

@@ -143,6 +143,10 @@ class PutCall(Call, frozen=True, tag="put"):
     start: int = 0
     profiles: tuple[str, ...] = ("raw",)
     derived: bool = False
+    family: bytes = b""
+    """`Identity.family`, by which the gate knows the model; without it no profile may lose."""
+    artifacts: tuple[bytes, ...] = ()
+    """Digest of each profile's artifact, in their order; empty, or left out at the end: none."""
 
 
 class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

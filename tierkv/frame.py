@@ -33,6 +33,9 @@ DERIVED = 2
 SEALED = 4
 
 _FIXED = struct.Struct("<4sHHHHBBHIIQ32s32s16s32s10s6xQQ16xQQ")
+NO_ARTIFACT = bytes(32)
+"""The artifact of a codec that needs no calibration."""
+
 _CHECKSUM_AT = _FIXED.size - 8
 _CHECKSUM = struct.Struct("<Q")
 _POSITION, _POSITION_AT = struct.Struct("<I"), 20

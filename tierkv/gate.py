@@ -185,7 +185,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return Verdict(None, math.inf, "measured with another artifact only")
         longest = entries[-1]
         if context > REACH * longest.context:
-            why = f"measured up to {longest.context} tokens of context, asked for {context}"
+            why = f"contexts above {REACH} x {longest.context} tokens were not measured"
             return Verdict(None, math.inf, why)
         entry = next((one for one in entries if one.context >= context), longest)
         return self.verdict(entry)

@@ -11,7 +11,7 @@ import numpy as np
 from tierkv import frame, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Column
-from tierkv.codec import BY_NUMBER, PROFILES, Profile
+from tierkv.codec import BY_NUMBER, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.key import KEY_BYTES
@@ -26,7 +26,6 @@ FINGERPRINT_BYTES = 32
 UNUSED_FROM = 1000
 """Blocks stored without one hit on what was found at start before that is called a problem."""
 _LOG = logging.getLogger("tierkv")
-_NO_ARTIFACT = bytes(32)
 _KEY = np.dtype((np.void, KEY_BYTES))
 
 
@@ -42,6 +41,7 @@ class _Reservation:
     fingerprint: bytes
     namespace: bytes
     tokens: int
+    artifact: bytes
     seal: bool
 
 
@@ -71,7 +71,11 @@ class Puts:
         known += [
             head != NONE and self._known(head, call.fidelity, namespace) for head in heads[skipped:]
         ]
-        profile = planner.plan_profile(_profiles(call), [low.io.rates for low in store.lower])
+        offers = {offer.profile: offer for offer in store.offers.allowed(call)}
+        if not offers:
+            store.counters["put_refused_gate"] += known.count(False)
+            return PutReply(reservation=0, refused=known.count(False))
+        profile = planner.plan_profile(list(offers), [low.io.rates for low in store.lower])
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
@@ -93,7 +97,8 @@ class Puts:
         seal = store.settings.verify == "always"
         self.open[number] = _Reservation(
             owner, rows, before, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
-            store.namespaces.digest(namespace), call.tokens_per_block, seal,
+            store.namespaces.digest(namespace), call.tokens_per_block, offers[profile].artifact,
+            seal,
         )  # fmt: skip
         counts, runs = store.runs_of(rows)
         return PutReply(
@@ -290,7 +295,7 @@ class Puts:
             fingerprint=held.fingerprint,
             key=catalog.key(row),
             namespace=held.namespace,
-            artifact=_NO_ARTIFACT,
+            artifact=held.artifact,
             part=catalog.part_of(row),
             raw_bytes=held.raw[0],
             epoch=self._store.host.epoch,
@@ -312,12 +317,3 @@ def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:
     if not (0 <= call.position <= last < 1 << 31 and call.tokens_per_block > 0):
         raise invalid("positions lie between 0 and 2^31 and a block has tokens")
     return list(sizes)
-
-
-def _profiles(call: PutCall) -> list[Profile]:
-    known = [PROFILES[name] for name in call.profiles if name in PROFILES]
-    if not known:
-        raise invalid(
-            f"none of the profiles {call.profiles} is known; offer one of {list(PROFILES)}"
-        )
-    return known

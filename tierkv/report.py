@@ -1,12 +1,16 @@
 """What a store says about itself, from its counters (`stat.StoreStat`)."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from tierkv import __version__
 from tierkv.catalog import LEAVING, NONE, READY, WRITING
+from tierkv.codec import PROFILES
+from tierkv.gate import Gate
 from tierkv.matches import Matches
 from tierkv.puts import Puts
-from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat
+from tierkv.stat import HoldStat, ProfileStat, StoreStat, TierStat, WriteBehindStat
 from tierkv.store import HOST_RATES, RAM, Lower, Store
 from tierkv.write_behind import WriteBehind
 
@@ -66,6 +70,8 @@ def report(
             limit_bytes=store.settings.write_behind_bytes * len(queues),
             oldest_s=now - min(oldest) if oldest else 0.0,
         ),
+        profiles=tuple(_profiles(store)),
+        profile_refusals=dict(store.offers.refusals),
         counters=_counters(store),
     )
 
@@ -132,11 +138,36 @@ def _lower(store: Store, low: Lower, problem: str) -> TierStat:
 def _enabled(store: Store) -> dict[str, str]:
     return {
         "policy": store.policy.name,
-        "profiles": "raw, lossless",
+        "profiles": ", ".join(_in_use(store)),
         "sync": store.settings.sync,
         "verify": store.settings.verify,
         "state": f"misses only: {store.broken}" if store.broken else "serving",
     }
+
+
+def _in_use(store: Store) -> list[str]:
+    """Return the profiles that some put may use; without a gate that is said."""
+    gate = store.offers.gate
+    if gate is None:
+        return [*(name for name, one in PROFILES.items() if not one.lossy), "no gate file"]
+    passing = gate.passing()
+    return [name for name, one in PROFILES.items() if not one.lossy or name in passing]
+
+
+def _profiles(store: Store) -> Iterator[ProfileStat]:
+    gate = store.offers.gate or Gate()
+    for entry in gate.entries:
+        fidelity, kl, why = gate.verdict(entry)
+        yield ProfileStat(
+            profile=entry.profile,
+            model=entry.model,
+            kv_dtype=entry.kv_dtype,
+            artifact=entry.artifact,
+            context=entry.context,
+            fidelity_class="rejected" if fidelity is None else fidelity.name.lower(),
+            kl=kl,
+            why=why,
+        )
 
 
 def _counters(store: Store) -> dict[str, int]:

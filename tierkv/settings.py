@@ -88,6 +88,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bound of the queue of copies on their way to lower tiers."""
     grace_s: float = 10.0
     """Time to finish writes when the sidecar is told to stop."""
+    gate: str = ""
+    """File that `tierkv eval` wrote; empty: lossless profiles only."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

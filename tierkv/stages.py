@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tierkv import frame, planner
 from tierkv.catalog import NONE, READY, Unit
-from tierkv.codec import BY_CODEC_ID, RAW
+from tierkv.codec import RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
@@ -332,14 +332,15 @@ class Stages:
     def _describe(self, target: int, source: int, item: Item) -> Outcome:
         """Take over from the header what a probe could not know."""
         catalog = self._store.catalog
+        readable = self._store.offers.readable
         header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
-        if isinstance(header, frame.Refusal) or header.codec_id not in BY_CODEC_ID:
+        if isinstance(header, frame.Refusal) or header.codec_id not in readable:
             return Outcome(Status.UNKNOWN, "a codec this release does not know")
         namespace = self._store.namespaces.digest(catalog.namespace[target])
         if (header.generation, header.namespace) != (catalog.generation[target], namespace):
             return Outcome(Status.CORRUPT, "another namespace or generation")
         for row in (target, source):
-            catalog.profile[row] = BY_CODEC_ID[header.codec_id].number
+            catalog.profile[row] = readable[header.codec_id].number
             catalog.fidelity[row] = header.fidelity
             catalog.flags[row] = header.flags
             catalog.position[row] = header.position

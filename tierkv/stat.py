@@ -62,6 +62,23 @@ class HoldStat(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes in RAM that cannot be evicted now."""
 
 
+class ProfileStat(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gate gives a profile for one model, artifact and length of context."""
+
+    profile: str
+    model: str = ""
+    kv_dtype: str = ""
+    artifact: str = ""
+    """Hex digest, empty for none."""
+    context: int = 0
+    """Tokens that were measured; it holds up to the next longer one, the longest to twice that."""
+    fidelity_class: str = "rejected"
+    kl: float = 0.0
+    """Nats per token: the worst domain's mean, the upper end of its interval."""
+    why: str = ""
+    """What stands against a better class."""
+
+
 class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
     """The store as a whole."""
 
@@ -94,6 +111,10 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger: time lost by loads that were slower."""
     holds: HoldStat = HoldStat()
     write_behind: WriteBehindStat = WriteBehindStat()
+    profiles: tuple[ProfileStat, ...] = ()
+    """Every entry of the gate; profiles that lose nothing are always allowed and not listed."""
+    profile_refusals: dict[str, int] = {}
+    """Puts that could not use a lossy profile which the client can encode: "profile: reason"."""
     counters: dict[str, int] = {}
     """Every refusal and failure by name, see `COUNTERS`; a name is there from its first event."""
 
@@ -101,6 +122,7 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
 COUNTERS: dict[str, str] = {
     "put_refused_full": "Blocks not stored: RAM had no room that could be made without I/O.",
     "put_refused_gap": "Blocks not stored: those before them are gone, so nobody could find them.",
+    "put_refused_gate": "Blocks not stored: no profile that the client can encode is allowed.",
     "stage_refused_full": "Frames below RAM not brought up: no room in RAM.",
     "stage_late": "Frames below RAM that had not arrived at their deadline.",
     "stage_failed": "Frames below RAM whose read failed.",
@@ -114,7 +136,7 @@ COUNTERS: dict[str, str] = {
     "off_redis": "Times that Redis was left alone for some seconds after failures in a row.",
     "missing": "Copies that were not where they should be: evicted or expired there.",
     "corrupt": "Copies dropped because a checksum or a header did not fit.",
-    "unknown_format": "Copies kept but not used: a version or codec this release does not know.",
+    "unknown_format": "Copies kept but not used: of a version or codec not known or not allowed.",
     "invariant_broken": "Bookkeeping did not add up; the store answers only misses since.",
     "no_reuse_across_restarts": "1: nothing found at start was asked for, and much was stored.",
     "call_refused": "Calls with an argument out of bounds.",

@@ -22,7 +22,9 @@ from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
 from tierkv.errors import invalid, unavailable
 from tierkv.executor import Executor
+from tierkv.gate import Gate
 from tierkv.namespace import Namespaces
+from tierkv.offers import Offers
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.policy import ServicePolicy
 from tierkv.settings import StoreSettings
@@ -105,6 +107,7 @@ class Store:
         executor: Executor,
         clock: Clock,
         settings: StoreSettings,
+        gate: Gate | None = None,
     ) -> None:
         self.lock = _Lock(self)
         self.host = host
@@ -114,6 +117,7 @@ class Store:
         self.executor = executor
         self.clock = clock
         self.settings = settings
+        self.offers = Offers(gate)
         self.namespaces = Namespaces()
         self._parts: dict[bytes, list[int]] = {}
         self.counters: Counter[str] = Counter()

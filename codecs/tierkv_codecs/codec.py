@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tierkv import frame
 from tierkv.errors import ErrorKind, TierKVError, incompatible, invalid
 from tierkv.identity import LayerSpec
 from tierkv.part import Part
 
-NO_ARTIFACT = bytes(32)
-"""The artifact of a codec that needs no calibration."""
+NO_ARTIFACT = frame.NO_ARTIFACT
 SINKS = 4
 """Tokens at the start of a sequence that every lossy codec stores exactly: coding these four costs
 60 times the KL of all others (KVTC, arXiv 2511.01815, section B)."""

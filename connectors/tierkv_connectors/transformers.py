@@ -28,6 +28,7 @@ from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
 from tierkv.key import Extras, chain_keys, root_key
 from tierkv.part import Part
+from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.pages import Piece, UnitCopier, Views
 from tierkv_connectors.prefill import PrefillCost
@@ -63,7 +64,7 @@ class PrefixCache:
 
     deadline_s = DEADLINE_S
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- all but two have defaults that fit
         self,
         client: Client,
         model: PreTrainedModel,
@@ -74,6 +75,7 @@ class PrefixCache:
         profiles: Sequence[str] = ("raw", "lossless"),
         weights: str | None = None,
         extras: Extras | None = None,
+        codecs: CodecRegistry = CODECS,
     ) -> None:
         """Take a client and a model.
 
@@ -86,6 +88,7 @@ class PrefixCache:
             profiles: what a store may encode to, in order of preference.
             weights: see `identity_of`.
             extras: what else separates content: "lora" (name and digest), "salt" (tenant).
+            codecs: that have the profiles, and every other whose frames are to be read.
 
         Raises: TierKVError (invalid) for a model or profile that is not supported.
         """
@@ -94,6 +97,7 @@ class PrefixCache:
         refuse_unsafe(model, self.identity, extras)
         for name in profiles:
             profile_of(name)
+        self._artifacts = tuple(codecs.named(name).artifact for name in profiles)
         self.part = Part.whole(self.identity, 0)
         self.edge = Edge()
         self.cost = PrefillCost()
@@ -107,7 +111,7 @@ class PrefixCache:
         # The namespace too: what another tenant stores must not stand in this one's place.
         self._root = root_key(self.identity.fingerprint, {**extras, "namespace": namespace})
         self._raw_bytes = self.part.raw_bytes(self.identity)
-        self._copier = UnitCopier(self.identity, self.part, model.device)
+        self._copier = UnitCopier(self.identity, self.part, model.device, codecs)
         forward = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in forward else "past_key_values"
 
@@ -299,6 +303,8 @@ class PrefixCache:
                 position=0,
                 tokens_per_block=block,
                 profiles=self._profiles,
+                family=self.identity.family,
+                artifacts=self._artifacts,
                 derived=self._fidelity < Fidelity.EXACT,
             )
         )

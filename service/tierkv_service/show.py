@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tierkv.stat import COUNTERS, StoreStat, TierStat
+from tierkv.stat import COUNTERS, ProfileStat, StoreStat, TierStat
 
 RATES = (
     "asked_blocks",
@@ -20,6 +20,12 @@ RATES = (
 """The totals whose rate over a sample is shown."""
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "lost": "red", "off": "dim"}
+_CLASS_COLOURS = {
+    "near_lossless": "green",
+    "safe": "blue",
+    "economy": "yellow",
+    "rejected": "red",
+}
 _STEP = 1024
 
 
@@ -66,6 +72,10 @@ def _parts(stat: StoreStat, per_second: dict[str, float]) -> Iterator[Renderable
     if stat.enabled:
         shown = "; ".join(f"{name} {value}" for name, value in stat.enabled.items())
         yield Text(f"in effect: {shown}")
+    if stat.profiles:
+        yield _profiles(stat.profiles)
+    for reason, count in stat.profile_refusals.items():
+        yield Text(f"not used by {count:,} puts: {reason}")
     if stat.counters:
         yield _counters(stat.counters)
 
@@ -120,6 +130,23 @@ def _traffic(stat: StoreStat, per_second: dict[str, float]) -> Table:
         rate = per_second.get(name)
         shown = "" if rate is None else size(rate) if name.endswith("bytes") else f"{rate:,.1f}"
         table.add_row(label, total, shown)
+    return table
+
+
+def _profiles(profiles: tuple[ProfileStat, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("lossy profile", "model", "context", "class", "KL", "what stands against more"):
+        table.add_column(head)
+    for one in profiles:
+        artifact = f" {one.artifact[:8]}" if one.artifact else ""
+        table.add_row(
+            one.profile + artifact,
+            f"{one.model} {one.kv_dtype}",
+            f"{one.context:,}",
+            Text(one.fidelity_class.replace("_", " "), style=_CLASS_COLOURS[one.fidelity_class]),
+            f"{one.kl:.2g}",
+            one.why,
+        )
     return table
 
 

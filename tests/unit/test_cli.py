@@ -15,7 +15,15 @@ from typer.testing import CliRunner
 
 from tierkv import __version__
 from tierkv.calls import Call, StatCall
-from tierkv.stat import HoldStat, StoreStat, TierStat, WriteBehindStat, from_wire, to_wire
+from tierkv.stat import (
+    HoldStat,
+    ProfileStat,
+    StoreStat,
+    TierStat,
+    WriteBehindStat,
+    from_wire,
+    to_wire,
+)
 from tierkv_connectors import sidecar
 from tierkv_service import cli, show
 
@@ -39,6 +47,18 @@ def stat_at(second: int) -> StoreStat:
         served_bytes=second << 20,
         holds=HoldStat(clients=3),
         write_behind=WriteBehindStat(queued_bytes=1 << 20, limit_bytes=256 << 20),
+        profiles=(
+            ProfileStat(
+                profile="kvtc@8x",
+                model="llama",
+                kv_dtype="bf16",
+                artifact="ab" * 32,
+                context=1024,
+                kl=0.06,
+                why="spanish: mean KL up to 0.06 > 0.05",
+            ),
+        ),
+        profile_refusals={"int4: no gate file": 7},
         counters={"put_refused_full": 4},
     )
 
@@ -212,7 +232,8 @@ def test_people_see_everything() -> None:
     for expected in (
         "4.0G", "1.0G", "1.9G/s", "0.02 ms", "read-only file system", "off",
         "host 6,000, nvme 1,000", "100.0 MiB", "of 256.0 MiB", "3 clients", "policy evicpress",
-        "put_refused_full", "RAM had no room",
+        "put_refused_full", "RAM had no room", "kvtc@8x abababab", "rejected", "1,024",
+        "spanish: mean KL up to 0.06 > 0.05", "not used by 7 puts: int4: no gate file",
     ):  # fmt: skip
         assert expected in text, expected
 

@@ -14,6 +14,7 @@ from tests.lab_models import LAYERS, tiny_llama
 from tierkv import gate
 from tierkv.errors import TierKVError
 from tierkv_codecs.lab.evaluate import SUITES, Suite
+from tierkv_codecs.lab.results import Row
 from tierkv_service import cli
 from tierkv_service import evaluate as command
 
@@ -176,7 +177,7 @@ def test_a_gate_that_cannot_be_read_stops_it_before_any_work(tmp_path: Path) -> 
 
 def test_a_table_fits_a_terminal(evaluated: tuple[Path, list[Any]]) -> None:
     text = io.StringIO()
-    rows = [command.Row(**row) for row in evaluated[1]]
+    rows = [Row(**row) for row in evaluated[1]]
     Console(file=text, width=120).print(command._rows(rows))
     assert all(len(line) <= 120 for line in text.getvalue().splitlines())
     assert "int4-token-g64" in text.getvalue()

@@ -148,6 +148,7 @@ class Kept:
             position=0,
             tokens_per_block=self.tokens,
             profiles=("raw", "lossless"),
+            family=self.identity.family,
         )
 
 

@@ -1,0 +1,96 @@
+"""Offers: which of the profiles that a client can encode a put may use. The gate's one reader.
+
+An exact profile is always allowed. A lossy one is, if the gate has measured it for the model's
+family, artifact and context, and gives it at least the class that the put's readers ask for: so
+blocks for exact readers are never coded with loss. Without a gate nothing lossy is written, and
+lossy frames that are found in a lower tier are left alone.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tierkv.calls import PutCall
+from tierkv.codec import BY_CODEC_ID, PROFILES, Profile
+from tierkv.errors import invalid
+from tierkv.fidelity import FIDELITIES, Fidelity
+from tierkv.frame import NO_ARTIFACT
+from tierkv.gate import Gate, Verdict
+from tierkv.key import KEY_BYTES
+
+MAX_REASONS = 64
+"""Reasons kept apart; later ones are counted together."""
+OTHERS = "other reasons"
+
+
+class Offer(NamedTuple):
+    """A profile that a put may use, with what its blocks will promise.
+
+    `kl` is the loss in nats per token that the gate was told, 0 for an exact profile.
+    """
+
+    profile: Profile
+    artifact: bytes
+    fidelity: Fidelity
+    kl: float
+
+
+class Offers:
+    """Decides by a gate; None: no gate file, so lossless only."""
+
+    def __init__(self, gate: Gate | None) -> None:
+        self.gate = gate
+        self.refusals: Counter[str] = Counter()
+        """Puts that could not use a lossy profile, by profile and reason."""
+        passing = gate.passing() if gate else frozenset()
+        known = {PROFILES[name].codec_id for name in passing if name in PROFILES}
+        self.readable: Mapping[int, Profile] = {
+            codec_id: profile
+            for codec_id, profile in BY_CODEC_ID.items()
+            if not profile.lossy or codec_id in known
+        }
+        """By codec id: the profiles whose frames readers may be given."""
+
+    def allowed(self, call: PutCall) -> list[Offer]:
+        """Return what a put may use, in the client's order of preference.
+
+        Raises: TierKVError (invalid): none of the profiles is known, or an artifact is no digest.
+        """
+        artifacts = (*call.artifacts, *(b"" for _ in call.profiles))
+        known = [
+            (PROFILES[name], artifact or NO_ARTIFACT)
+            for name, artifact in zip(call.profiles, artifacts, strict=False)
+            if name in PROFILES
+        ]
+        if not known or any(len(artifact) != len(NO_ARTIFACT) for _, artifact in known):
+            raise invalid(
+                f"none of the profiles {call.profiles} is known, or an artifact has not"
+                f" {len(NO_ARTIFACT)} bytes; offer some of {list(PROFILES)}"
+            )
+        found = [self._offer(call, profile, artifact) for profile, artifact in known]
+        return [offer for offer in found if offer is not None]
+
+    def _offer(self, call: PutCall, profile: Profile, artifact: bytes) -> Offer | None:
+        asked = FIDELITIES[call.fidelity]
+        if not profile.lossy:
+            return Offer(profile, artifact, asked, 0.0)
+        fidelity, kl, why = self._verdict(call, profile, artifact)
+        if fidelity is not None and fidelity >= asked:
+            return Offer(profile, artifact, asked, kl)
+        if fidelity is not None:
+            name, least = (one.name.lower().replace("_", " ") for one in (fidelity, asked))
+            why = f"it is {name}, its readers ask for {least}: {why}"
+        reason = f"{profile.name}: {why}"
+        if reason not in self.refusals and len(self.refusals) >= MAX_REASONS:
+            reason = OTHERS
+        self.refusals[reason] += 1
+        return None
+
+    def _verdict(self, call: PutCall, profile: Profile, artifact: bytes) -> Verdict:
+        if self.gate is None:
+            return Verdict(None, math.inf, "no gate file: [store] gate names none")
+        if call.fidelity == Fidelity.EXACT:
+            return Verdict(None, math.inf, "its readers ask for exact copies")
+        context = call.position + len(call.keys) // KEY_BYTES * call.tokens_per_block
+        return self.gate.look(call.family, profile.name, artifact, context)
