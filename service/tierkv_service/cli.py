@@ -114,7 +114,7 @@ def stat(
 
 
 @app.command(name="eval")
-def evaluate(
+def evaluate(  # noqa: PLR0913 -- one for each option
     *,
     model: Annotated[Path, typer.Option("--model", help="Directory of a transformers model.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for tables, plots and gate.json.")],
@@ -134,12 +134,17 @@ def evaluate(
     tokens_per_block: Annotated[
         int, typer.Option("--tokens-per-block", help="Of the engine's blocks.")
     ] = 128,
+    context: Annotated[
+        int, typer.Option("--context", help="Tokens of prefix; the gate allows twice as many.")
+    ] = 1024,
     as_json: Json = False,
 ) -> None:
     """Measure what lossy profiles do to a model's answers, and write the gate that allows them."""
     from tierkv_service.evaluate import Order, run
 
-    order = Order(model, out, suite, profiles, tuple(text or ()), kv_dtype, tokens_per_block)
+    order = Order(
+        model, out, suite, profiles, tuple(text or ()), kv_dtype, tokens_per_block, context
+    )
     raise typer.Exit(run(order, as_json=as_json))
 
 

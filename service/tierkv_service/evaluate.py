@@ -21,7 +21,7 @@ from tierkv.errors import invalid
 from tierkv.gate import Gate
 from tierkv_codecs import CODECS, Codec, CodecRegistry
 from tierkv_codecs.lab import report, results
-from tierkv_codecs.lab.evaluate import SUITES, Results, Step, evaluate
+from tierkv_codecs.lab.evaluate import SUITES, Results, Step, Suite, evaluate
 from tierkv_codecs.lab.report import GATE, Report
 from tierkv_codecs.lab.results import Row, Verdicts
 from tierkv_codecs.lab.texts import Document, digest, evaluation_texts
@@ -49,6 +49,7 @@ class Order(NamedTuple):
     """NAME=FILE, each a domain beside the shipped ones; one NAME may have several files."""
     kv_dtype: str = "bf16"
     tokens_per_block: int = 128
+    context: int = 1024
 
 
 def run(order: Order, *, as_json: bool) -> int:
@@ -61,10 +62,11 @@ def run(order: Order, *, as_json: bool) -> int:
     subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
     registry = registry_with(CODECS)
     codecs = _chosen(order.profiles, registry)
+    suite = SUITES[order.suite]._replace(context=order.context)
     started = time.monotonic()
     with _progress() as on_step:
-        found = evaluate(subject, codecs, registry, documents, SUITES[order.suite], on_step)
-    about = _about(order, subject, documents, time.monotonic() - started)
+        found = evaluate(subject, codecs, registry, documents, suite, on_step)
+    about = _about(suite, subject, documents, time.monotonic() - started)
     full = _report(found, subject, about, old)
     report.write(order.out, full, old)
     if as_json:
@@ -106,9 +108,9 @@ def _progress() -> Iterator[Callable[[Step], None]]:
 
 
 def _about(
-    order: Order, subject: TransformersSubject, documents: Sequence[Document], seconds: float
+    suite: Suite, subject: TransformersSubject, documents: Sequence[Document], seconds: float
 ) -> dict[str, str]:
-    identity, suite = subject.identity, SUITES[order.suite]
+    identity = subject.identity
     return {
         "model": f"{identity.model} ({identity.weights})",
         "family": identity.family.hex(),

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "quick", Suite("quick", 4, 256, 24))
+    monkeypatch.setitem(SUITES, "quick", Suite("quick", 4, continuation=24))
 
 
 def run(*arguments: object) -> Result:
@@ -46,10 +46,10 @@ def evaluated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     text = folder / "mine.txt"
     text.write_text("Of my own, that nobody else has read so far. " * 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SUITES, "quick", Suite("quick", 4, 256, 24))
+        patch.setitem(SUITES, "quick", Suite("quick", 4, continuation=24))
         done = run(
             "--model", model, "--out", folder / "quality", "--profiles", PROFILES,
-            "--text", f"mine={text}", "--tokens-per-block", 64, "--json",
+            "--text", f"mine={text}", "--tokens-per-block", 64, "--context", 256, "--json",
         )  # fmt: skip
     assert done.exit_code == 0, done.output
     return folder / "quality", json.loads(done.stdout)
@@ -131,7 +131,9 @@ def test_yardsticks_never_reach_a_gate(evaluated: tuple[Path, list[Any]]) -> Non
 
 
 def test_tables_for_people(evaluated: tuple[Path, list[Any]], model: Path, tmp_path: Path) -> None:
-    done = run("--model", model, "--out", tmp_path, "--profiles", "int4-token-g64")
+    done = run(
+        "--model", model, "--out", tmp_path, "--profiles", "int4-token-g64", "--context", 256
+    )
     assert done.exit_code == 0, done.output
     assert "what stands against a better one" in done.output
     assert "gate.json" in done.output
@@ -148,6 +150,7 @@ def test_tables_for_people(evaluated: tuple[Path, list[Any]], model: Path, tmp_p
         (("--text", "short=@"), "give longer or more texts"),
         (("--kv-dtype", "int3"), "use one of bf16"),
         (("--tokens-per-block", "100"), "no multiple of 100"),
+        (("--context", "128"), "no multiple of 128 above 128"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -155,7 +158,7 @@ def test_what_is_wrong_is_said(
 ) -> None:
     (tmp_path / "short.txt").write_text("too short")
     filled = [one.replace("@", str(tmp_path / "short.txt")) for one in arguments]
-    done = run("--model", model, "--out", tmp_path / "out", *filled)
+    done = run("--model", model, "--out", tmp_path / "out", "--context", 256, *filled)
     assert isinstance(done.exception, TierKVError)
     assert message in str(done.exception)
 
