@@ -99,7 +99,7 @@ def direction(source: Source) -> Iterator[str]:
             yield f"{line}: {source.package} imports {top}, which is above it"
         if top in ENGINES and source.package == "tierkv":
             yield f"{line}: the core imports {top}"
-        if top == "tests":
+        if top == "tests" and source.package != "bench":  # it may measure with a test's rig
             yield f"{line}: imports tests"
 
 
