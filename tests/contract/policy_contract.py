@@ -72,6 +72,9 @@ class Shelf:
         self.policy.forgot(rows)
         for row in rows:
             self.parent.pop(row, None)
+        for row, parent in self.parent.items():
+            if parent in rows:  # only where tails need not go first
+                self.parent[row] = -1
 
     def victims(self, need: int, tier: int = 0) -> list[int]:
         """Ask, and check what every answer keeps."""

@@ -1,0 +1,157 @@
+"""Block-count replay: one tier of equal blocks and no codec, counted as the literature counts.
+
+The service's Catalog and planner run here as they do in the service, one access at a time. A *block
+hit* is an access to a resident block. The *usable prefix* is what a request finds on arrival,
+before it changes anything: its blocks from the first to the first that is missing. Policies that
+touch tail first also meet a prompt's blocks in that order.
+
+Hits in a row are told to the policy in one call. A missing block goes alone, since what it drives
+out may be the prompt's next, unless the policy says that it may come in a run.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.catalog import NONE, Catalog, Unit
+from tierkv.codec import RAW
+from tierkv.errors import invalid
+from tierkv.fidelity import Fidelity
+from tierkv.key import KEY_BYTES
+from tierkv.planner import RAM, plan_put
+from tierkv.policy import Policy
+from tierkv.simulation.policies import Contender
+from tierkv.simulation.traces import Accesses
+
+Ids = npt.NDArray[np.int32]
+
+Progress = Callable[[int, int], None]
+"""Called now and then with the requests done and all of them."""
+
+PROGRESS_EVERY = 256
+
+
+class Counts(NamedTuple):
+    """What a replay counted, in blocks; a decision is a block taken in, refused or dropped."""
+
+    requests: int
+    accesses: int
+    block_hits: int
+    prefix_hits: int
+    stored: int
+    refused: int
+    dropped: int
+    seconds: float
+    """Of one core."""
+
+    @property
+    def decisions(self) -> int:
+        """Return how often something was decided."""
+        return self.stored + self.refused + self.dropped
+
+
+class Shelf:
+    """One tier of `capacity` blocks of one byte each, and what its policy is told of it."""
+
+    def __init__(self, capacity: int, distinct: int, policy: Policy) -> None:
+        self.catalog = Catalog(["host"])
+        self.policy = policy
+        self.capacity = self.free = capacity
+        self.stored = self.refused = self.dropped = 0
+        self.row_of = np.full(distinct, NONE, np.int32)
+        self._id_of = np.zeros(capacity, np.int32)
+
+    def want(self, blocks: Ids) -> None:
+        """Take missing blocks of a chain in, as far as the policy would; drop what it names."""
+        catalog = self.catalog
+        keys = [block.to_bytes(KEY_BYTES, "little") for block in blocks.tolist()]
+        known, sizes = [False] * len(keys), [1]
+        plan = plan_put(self.policy, catalog, b"".join(keys), known, sizes, RAW, self.free, 1)
+        if plan.drops:
+            catalog.leave(plan.drops)
+            catalog.gone(plan.drops)
+            self.policy.forgot(plan.drops)
+            self.row_of[self._id_of[plan.drops]] = NONE
+            self.free += len(plan.drops)
+            self.dropped += len(plan.drops)
+        self.refused += plan.refused
+        if plan.units:
+            rows = catalog.begin(RAM, [_unit(keys[unit]) for unit in plan.units])
+            catalog.commit(rows)
+            self.policy.touched(catalog, rows)
+            taken = blocks[plan.units]
+            self.row_of[taken] = rows
+            self._id_of[rows] = taken
+            self.free -= len(rows)
+            self.stored += len(rows)
+
+    def meet(self, prompt: Ids, *, tail_first: bool, most: int) -> tuple[int, int]:
+        """Use a prompt's blocks one after another; returns block hits and usable prefix.
+
+        At most `most` missing ones are taken in at a time.
+        """
+        row_of = self.row_of
+        prefix = _run(row_of[prompt] != NONE)
+        step = -1 if tail_first else 1
+        order = prompt[::step]
+        hits = at = 0
+        while at < len(order):
+            rows = row_of[order[at:]]
+            run = _run(rows != NONE)
+            if run:
+                self.policy.touched(self.catalog, rows[:run][::step].tolist())
+                hits += run
+            else:
+                run = min(_run(rows == NONE), most)
+                self.want(order[at : at + run][::step])
+            at += run
+        return hits, prefix
+
+
+def _run(holds: npt.NDArray[np.bool_]) -> int:
+    """Return how many are true before the first that is not."""
+    return len(holds) if holds.all() else int(holds.argmin())
+
+
+def _unit(key: bytes) -> Unit:
+    return Unit(key, 0, RAW.number, Fidelity.EXACT, 0, 1, 1, 0, 0, 0, 0)
+
+
+def replay(
+    accesses: Accesses, capacity: int, contender: Contender, progress: Progress | None = None
+) -> Counts:
+    """Replay a trace into an empty cache of `capacity` blocks.
+
+    Raises: TierKVError (invalid) when there is no block of capacity.
+    """
+    if capacity < 1:
+        raise invalid(f"a cache has at least one block, not {capacity}")
+    capacity = min(capacity, accesses.distinct)
+    shelf = Shelf(capacity, accesses.distinct, contender.make(capacity, accesses))
+    most = capacity if contender.in_runs else 1
+    start = time.process_time()
+    hits = prefixes = 0
+    bounds = accesses.starts.tolist()
+    requests = len(bounds) - 1
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        found, prefix = shelf.meet(
+            accesses.ids[begin:end], tail_first=contender.tail_first, most=most
+        )
+        hits += found
+        prefixes += prefix
+        if progress is not None and number % PROGRESS_EVERY == 0:
+            progress(number, requests)
+    return Counts(
+        requests=requests,
+        accesses=len(accesses.ids),
+        block_hits=hits,
+        prefix_hits=prefixes,
+        stored=shelf.stored,
+        refused=shelf.refused,
+        dropped=shelf.dropped,
+        seconds=time.process_time() - start,
+    )
