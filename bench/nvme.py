@@ -1,7 +1,7 @@
 """NVMe: the tier with its checksums, beside plain O_DIRECT on a file of the same disk.
 
 Writes go as write-behind does, one batch at a time while a second thread seals the next one; reads
-as stages do, four threads. Before each write the frames' checksums are taken away, so that every
+as stages do, six threads. Before each write the frames' checksums are taken away, so that every
 write makes them anew; every read verifies them. The limit moves the same batches at the same depth
 with one preadv or pwritev each, without headers, from and to the same memory: how its pages lie in
 physical memory decides how large a disk's requests are, and so up to 1.7 times the speed. Both go

@@ -1,7 +1,7 @@
 """Redis: the tier with its checksums, beside a bare RESP loop and redis-py, over loopback TCP.
 
 The tier writes as write-behind does, a batch at a time while a second thread seals the next one,
-and reads as stages do, four threads on its two connections. The bare loop is the least a client can
+and reads as stages do, six threads on its two connections. The bare loop is the least a client can
 do in Python: SET with sendmsg from the block's memory, GET with recv_into it, on one connection,
 two requests in flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates
 replies of 8 MiB and more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a

@@ -44,7 +44,8 @@ from tierkv.tiers.nvme import NvmeTier
 from tierkv.tiers.redis import RedisTier
 from tierkv.write_behind import WriteBehind
 
-READ_THREADS = 4
+READ_THREADS = 6
+"""More than keep a disk busy: some verify what they have read meanwhile."""
 
 
 class TierKV:

@@ -24,7 +24,9 @@ from tierkv.store import RAM, Lower, Store
 from tierkv.tier import Item, Outcome, RegionTier, Status
 from tierkv.tiers.host import aligned
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 16 << 20
+"""Between two batches a disk idles for about 0.1 ms and Redis empties its pipe once: 6 to 15 % of
+8 MiB."""
 BATCH_FRAMES = 32
 STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}

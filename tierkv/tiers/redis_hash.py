@@ -25,7 +25,8 @@ from tierkv.tier import DONE, FrameId, Item, Outcome, Status
 from tierkv.tiers.resp import Buffer, Connection, LostError, Refused, Reply, request
 
 PIECE_BYTES = (1 << 20) - 4096
-WINDOW_BYTES = 2 << 20
+WRITE_WINDOW_BYTES = 4 << 20
+READ_WINDOW_BYTES = 2 << 20
 """Bytes on their way at once; two requests are allowed whatever their size. What is asked for lies
 in the server's output until it is sent: more than this leaves its caches."""
 UNPUBLISHED_S = 900
@@ -160,7 +161,11 @@ def store(
     puts = [put for job, name in zip(jobs, names, strict=True) for put in _puts(job, name, ttl_s)]
     sent = flying = 0
     for done, put in enumerate(puts):
-        while refused is None and sent < len(puts) and _room(sent - done, flying, puts[sent]):
+        while (
+            refused is None
+            and sent < len(puts)
+            and _room(sent - done, flying + puts[sent].nbytes, WRITE_WINDOW_BYTES)
+        ):
             link.send(puts[sent].buffers)
             flying += puts[sent].nbytes
             sent += 1
@@ -187,9 +192,9 @@ def unpublished(prefix: bytes, key: bytes) -> bytes:
     return b"%b{%b}%b" % (prefix, key, secrets.token_hex(8).encode())
 
 
-def _room(requests: int, flying: int, more: "_Put | _Ask") -> bool:
-    """Whether one request more may be on its way."""
-    fits = flying + more.nbytes <= WINDOW_BYTES and requests < WINDOW_REQUESTS
+def _room(requests: int, flying: int, window: int) -> bool:
+    """Whether one request more may be on its way, which makes it so many bytes."""
+    fits = flying <= window and requests < WINDOW_REQUESTS
     return fits or requests < 2  # noqa: PLR2004, one is worked on while the next arrives
 
 
@@ -234,7 +239,9 @@ def load(
     outcome = DONE
     for done, ask in enumerate(asks):
         batch = [] if done else [opening]
-        while sent < len(asks) and _room(sent - done, flying, asks[sent]):
+        while sent < len(asks) and _room(
+            sent - done, flying + asks[sent].nbytes, READ_WINDOW_BYTES
+        ):
             batch.append(asks[sent].request())
             flying += asks[sent].nbytes
             sent += 1
