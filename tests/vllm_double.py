@@ -20,6 +20,8 @@ from tierkv.client import Channel, Client
 from tierkv.executor import Threads
 from tierkv.identity import Identity, LayerSpec, Rope
 from tierkv.part import Part
+from tierkv_connectors.device import Device
+from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.vllm.kept import Kept, Options
 from tierkv_connectors.vllm.layout import Attention, layout_of
@@ -72,7 +74,13 @@ class EngineDouble:
     """One engine with a scheduler side and a worker side, as two clients of a store."""
 
     def __init__(
-        self, kept: Kept, scheduler: Channel, worker: Channel, blocks: int = 64, step: int = 64
+        self,
+        kept: Kept,
+        scheduler: Channel,
+        worker: Channel,
+        blocks: int = 64,
+        step: int = 64,
+        device: Device | None = None,
     ) -> None:
         self.kept, self.tokens, self.step_tokens = kept, kept.engine_tokens, step
         self.free = list(range(1, blocks))
@@ -90,7 +98,7 @@ class EngineDouble:
         self.threads = Threads({"lookup": 2, "load": 1, "save": 1})
         self.scheduler = Scheduler(kept, Client(scheduler), self.threads, lambda _: {})
         self.worker = Worker(
-            kept, Client(worker), self.threads, self.layout, torch.device("cpu"), self.edge
+            kept, Client(worker), self.threads, self.layout, device or HostDevice(), self.edge
         )
         self._numbers = itertools.count()
 
@@ -228,11 +236,11 @@ class EngineDouble:
         self.threads.close(5.0)
 
 
-def over(store: TierKV, kept: Kept, **sizes: int) -> EngineDouble:
+def over(store: TierKV, kept: Kept, **options: Any) -> EngineDouble:
     """Return an engine over a store in this process."""
     scheduler = EmbeddedChannel(store, store.host.view, 1)
     worker = EmbeddedChannel(store, store.host.view, 2)
-    return EngineDouble(kept, scheduler, worker, **sizes)
+    return EngineDouble(kept, scheduler, worker, **options)
 
 
 def prompts(seed: int, length: int) -> Iterator[list[int]]:

@@ -1,17 +1,9 @@
 """Pages: between an engine's KV tensors and the bytes of a block in the arena.
 
-Below the connector a block has one order: [layer, K/V, token, head, dim]. An engine's own
-arrangement is given as *views*: pieces of the engine's memory that together are the block, each
-with any strides. `gather` undoes the arrangement, `scatter` redoes it, with one copy for the keys
-and one for the values of a piece: few large pieces are fast, many small ones are not.
-
-Between a raw payload in one piece and pages in host memory every byte is copied once, in place. All
-else passes through one scratch block on the engine's device, and through a scratch payload when the
-frame lies in several pieces.
+Between pages and a raw payload in one piece every byte is copied by the engine's device alone, in
+host memory once. All else passes through one scratch block in host memory, where codecs run, and
+through a scratch payload when the frame lies in several pieces.
 """
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -22,22 +14,8 @@ from tierkv.errors import TierKVError, invalid
 from tierkv.identity import Identity
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecRegistry, Place
-
-
-class Piece(NamedTuple):
-    """Some layers and tokens of a block in an engine's memory.
-
-    Keys and values are [layer, token, head, dim], where an engine's packing may split the token and
-    dim axes further: [layer, token // 32, 32, head, dim // 2, 2] is fine.
-    """
-
-    layers: slice
-    tokens: slice
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-Views = Sequence[Piece]
+from tierkv_connectors.device import Lane
+from tierkv_connectors.views import Views
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -49,27 +27,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def gather(views: Views, block: torch.Tensor) -> None:
-    """Copy an engine's tokens into a canonical block."""
-    # A piece too few would leave what was there before, and pass for KV.
-    assert 2 * sum(piece.keys.numel() for piece in views) == block.numel(), "not a whole block"
-    for layers, tokens, keys, values in views:
-        block[layers, 0, tokens].view(keys.shape).copy_(keys)
-        block[layers, 1, tokens].view(values.shape).copy_(values)
-
-
-def scatter(block: torch.Tensor, views: Views) -> None:
-    """Copy a canonical block into an engine's memory.
-
-    Of a block that is in part the engine's own already, the views have only the other pieces.
-    """
-    for layers, tokens, keys, values in views:
-        keys.copy_(block[layers, 0, tokens].view(keys.shape))
-        values.copy_(block[layers, 1, tokens].view(values.shape))
-
-
 class UnitCopier:
-    """Copies units of one part between an engine's memory and the arena.
+    """Copies units of one part between an engine's memory and the arena, by one lane.
 
     One at a time: the scratch memory is reused from unit to unit. `codecs` has the calibrated ones
     too that may be read or written.
@@ -79,7 +38,7 @@ class UnitCopier:
         self,
         identity: Identity,
         part: Part,
-        device: torch.device,
+        lane: Lane,
         codecs: CodecRegistry = CODECS,
     ) -> None:
         layers = tuple(identity.layers[number] for number in identity.groups[part.group])
@@ -97,21 +56,33 @@ class UnitCopier:
         self._raw_bytes = part.raw_bytes(identity)
         self._place = Place(layers[part.layer_start : part.layer_stop], part, 0)
         self._codecs = codecs
-        self._device = device
+        self._lane = lane
         self._block: torch.Tensor | None = None
         self._payload: torch.Tensor | None = None
 
-    @torch.no_grad()
     def write(self, views: Views, profile: Profile, pieces: Pieces, position: int) -> int:
         """Encode the views, whose first token has `position`, into the pieces of a reservation.
 
         Returns: payload bytes; 0 when they do not fit, which gives the unit up.
         """
-        if profile.codec_id == RAW.codec_id and self._in_place(pieces):
-            gather(views, self._as_block(pieces[0]))
+        return self.encode(self.take(views, profile, pieces), profile, pieces, position)
+
+    @torch.no_grad()
+    def take(self, views: Views, profile: Profile, pieces: Pieces) -> torch.Tensor:
+        """Begin to write: from then on only the lane has still to read the views.
+
+        Returns: the block for `encode`, which comes before any other `take`.
+        """
+        block = self._target(profile, pieces)
+        self._lane.gather(views, block)
+        return block
+
+    @torch.no_grad()
+    def encode(self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int) -> int:
+        """End what `take` began with the same pieces; returns what `write` does."""
+        self._lane.wait()
+        if block is not self._block:
             return self._raw_bytes
-        block = self._scratch_block()
-        gather(views, block)
         codec = self._codecs.named(profile.name)
         place = self._place._replace(position=position)
         bound = codec.bound(self._raw_bytes)
@@ -129,8 +100,9 @@ class UnitCopier:
     def read(self, transfer: Transfer, unit: int, header: frame.Header, views: Views) -> bool:
         """Decode a unit of a transfer into the views.
 
-        Returns: whether the views now hold what the header promises, if `transfer.intact` says so
-            afterwards. When not, what they hold is not KV: the engine must not see it.
+        Returns: whether the views hold what the header promises, once the lane was waited for, if
+            `transfer.intact` says so afterwards. When not, what they hold is not KV: the engine
+            must not see it.
         """
         if (
             header.raw_bytes != self._raw_bytes
@@ -150,17 +122,23 @@ class UnitCopier:
     def _decode(self, header: frame.Header, pieces: Pieces, views: Views) -> None:
         raw = header.codec_id == RAW.codec_id and header.payload_bytes == self._raw_bytes
         if raw and self._in_place(pieces):
-            scatter(self._as_block(pieces[0]), views)
+            self._lane.scatter(self._as_block(pieces[0]), views)
             return
+        self._lane.wait()  # for the scratch block's last use
         block = self._scratch_block()
         codec = self._codecs.of_id(header.codec_id, header.artifact)
         place = self._place._replace(position=header.position)
         codec.decode(self._collect(pieces, header.payload_bytes), header.segments, block, place)
-        scatter(block, views)
+        self._lane.scatter(block, views)
+
+    def _target(self, profile: Profile, pieces: Pieces) -> torch.Tensor:
+        if profile.codec_id == RAW.codec_id and self._in_place(pieces):
+            return self._as_block(pieces[0])
+        return self._scratch_block()
 
     def _in_place(self, pieces: Pieces) -> bool:
         """Whether a raw block is copied between arena and engine directly."""
-        return self._device.type == "cpu" and bool(pieces) and len(pieces[0]) >= self._raw_bytes
+        return bool(pieces) and len(pieces[0]) >= self._raw_bytes
 
     def _as_block(self, piece: memoryview) -> torch.Tensor:
         flat = torch.frombuffer(piece, dtype=torch.uint8, count=self._raw_bytes)
@@ -179,7 +157,7 @@ class UnitCopier:
 
     def _scratch_block(self) -> torch.Tensor:
         if self._block is None:
-            self._block = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+            self._block = torch.empty(self.shape, dtype=self.dtype)
         return self._block
 
     def _scratch_payload(self, length: int) -> torch.Tensor:

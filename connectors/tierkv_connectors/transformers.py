@@ -29,8 +29,9 @@ from tierkv.fidelity import Fidelity
 from tierkv.key import Extras, chain_keys, root_key
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecRegistry
+from tierkv_connectors.device.host import HostLane
 from tierkv_connectors.edge import Edge
-from tierkv_connectors.pages import Piece, UnitCopier, Views
+from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.transformers_identity import (
@@ -38,6 +39,7 @@ from tierkv_connectors.transformers_identity import (
     identity_of,
     refuse_unsafe,
 )
+from tierkv_connectors.views import Piece, Views
 
 __all__ = ["TOKENS_PER_BLOCK", "Generated", "PrefixCache", "identity_of"]
 
@@ -111,7 +113,7 @@ class PrefixCache:
         # The namespace too: what another tenant stores must not stand in this one's place.
         self._root = root_key(self.identity.fingerprint, {**extras, "namespace": namespace})
         self._raw_bytes = self.part.raw_bytes(self.identity)
-        self._copier = UnitCopier(self.identity, self.part, model.device, codecs)
+        self._copier = UnitCopier(self.identity, self.part, HostLane(), codecs)
         forward = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in forward else "past_key_values"
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tierkv.errors import TierKVError
+from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.vllm import layout
 from tierkv_connectors.vllm.layout import layout_of
 from tierkv_connectors.vllm.selftest import attention_of, self_test
@@ -65,7 +66,8 @@ class Engine:
         before = self.raw.clone()
         try:
             attention = attention_of(self.layers, list(self.caches))
-            self_test(layout_of(self.config, self.caches, attention), self.caches, self.layers)
+            found = layout_of(self.config, self.caches, attention)
+            self_test(found, self.caches, self.layers, HostDevice())
         except TierKVError as error:
             outcome = str(error)
         else:

@@ -14,8 +14,8 @@ from tierkv.calls import MatchCall, ReleaseCall
 from tierkv.client import Client
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
-from tierkv_connectors.pages import Piece, gather, scatter
 from tierkv_connectors.transformers import PrefixCache
+from tierkv_connectors.views import Piece, gather, scatter
 
 BLOCK = 8
 PROMPT = list(range(3, 3 + 5 * BLOCK + 2))

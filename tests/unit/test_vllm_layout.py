@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tierkv.errors import ErrorKind, TierKVError
-from tierkv_connectors.pages import gather, scatter
+from tierkv_connectors.device.host import HostDevice
+from tierkv_connectors.views import gather, scatter
 from tierkv_connectors.vllm.layout import Attention, Layout, layout_of
 from tierkv_connectors.vllm.selftest import attention_of, self_test
 
@@ -319,7 +320,7 @@ def test_what_is_not_known_is_refused(make: Callable[[], Engine], reason: str) -
 def checked(engine: Engine, layout: Layout | None = None) -> None:
     layers = engine.attention_layers()
     assert attention_of(layers, engine.names) == engine.attention
-    self_test(layout or engine.layout(), engine.caches, layers)
+    self_test(layout or engine.layout(), engine.caches, layers, HostDevice())
 
 
 def test_self_test_holds_and_leaves_the_cache_as_it_was(engine: Engine) -> None:
@@ -362,7 +363,7 @@ def test_self_test_sees_layers_that_overlap() -> None:
 
 
 def test_self_test_sees_what_scatter_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "tierkv_connectors.vllm.selftest.scatter"
+    name = "tierkv_connectors.device.host.scatter"
     monkeypatch.setattr(name, lambda block, views: scatter(block.flip(0), views))
     with pytest.raises(TierKVError, match="scattered into"):
         checked(MAKE["cpu"]())
@@ -383,7 +384,7 @@ def test_self_test_refuses_what_it_cannot_write() -> None:
     for layer in layers.values():
         layer.impl = object()
     with pytest.raises(TierKVError, match="no call that writes"):
-        self_test(engine.layout(), engine.caches, layers)
+        self_test(engine.layout(), engine.caches, layers, HostDevice())
 
 
 def test_self_test_needs_two_spare_blocks() -> None:

@@ -28,6 +28,7 @@ from tierkv.errors import TierKVError, invalid
 from tierkv.executor import Threads
 from tierkv.part import Part
 from tierkv.settings import Settings, client_socket, load
+from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.private import PrivateSidecar, private_socket
 from tierkv_connectors.sidecar import SidecarChannel
@@ -155,13 +156,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             layers = self._vllm_config.compilation_config.static_forward_context
             attention = attention_of(layers, list(kv_caches))
             layout = layout_of(self._kv_cache_config, kv_caches, attention)
-            self_test(layout, kv_caches, layers)
+            device = HostDevice()
+            self_test(layout, kv_caches, layers, device)
         except TierKVError as error:
             _log.error("tierkv keeps nothing of this engine: %s", error)
             return
         self._client = self._connect(arena=True)
         self._threads = Threads({"load": 1, "save": 1})
-        device = next(iter(kv_caches.values())).device
         self._worker = Worker(self._kept, self._client, self._threads, layout, device, self._edge)
         _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
 

@@ -24,7 +24,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tierkv.errors import invalid
-from tierkv_connectors.pages import DTYPE_NAMES, Piece, Views
+from tierkv_connectors.pages import DTYPE_NAMES
+from tierkv_connectors.views import Piece, Views
 
 
 class Spec(Protocol):

@@ -1,10 +1,10 @@
 """Self-test: does the engine keep KV where our layout says? Asked before the first real block.
 
 vLLM's attention itself writes a pattern into two spare blocks of every layer; gathering it through
-the layout has to give the same bits. Then another pattern is scattered through the layout; the
-memory of the blocks has to be bit for bit what the attention makes of that pattern. A wrong guess
-of any kind (K and V swapped, K not transposed, layers out of order or sharing memory) shows as a
-difference. What the blocks held before is put back.
+the layout, by the device that will copy blocks, has to give the same bits. Then another pattern is
+scattered through the layout; the memory of the blocks has to be bit for bit what the attention
+makes of that pattern. A wrong guess of any kind (K and V swapped, K not transposed, layers out of
+order or sharing memory) shows as a difference. What the blocks held before is put back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from tierkv.errors import invalid
-from tierkv_connectors.pages import gather, scatter
+from tierkv_connectors.device import Device
 from tierkv_connectors.vllm.layout import Attention, Layout
 
 
@@ -50,13 +50,15 @@ def self_test(
     layout: Layout,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, AttentionLayer],
+    device: Device,
 ) -> None:
-    """Prove the layout against the engine's own writing.
+    """Prove the layout, and the device's copies, against the engine's own writing.
 
     Args:
         layout: what `layout_of` found for these tensors.
         kv_caches: as vLLM registered them; nothing else may use the first and the last block.
         layers: vLLM's attention layers by name.
+        device: where the tensors are.
 
     Raises: TierKVError (invalid) with the reason when it does not hold or cannot be tested.
     """
@@ -65,14 +67,18 @@ def self_test(
     blocks = (layout.blocks - 1, 1)
     tensors = [kv_caches[name] for name in layout.layer_names]
     written, scattered = _patterns(layout)
+    lane = device.lane(written.nbytes)
     with _kept(layout, tensors, blocks):
         _write(layout, tensors, layers, blocks, scattered)
         wanted = _memory(layout, tensors, blocks)
         _write(layout, tensors, layers, blocks, written)
         found = torch.empty_like(written)
-        gather(layout.views(blocks), found)
+        lane.after(device.mark())
+        lane.gather(layout.views(blocks), found)
+        lane.wait()
         _compare(layout, found, written)
-        scatter(scattered, layout.views(blocks))
+        lane.scatter(scattered, layout.views(blocks))
+        lane.wait()
         for name, memory, want in zip(
             layout.layer_names, _memory(layout, tensors, blocks), wanted, strict=True
         ):
@@ -81,12 +87,13 @@ def self_test(
 
 
 def _patterns(layout: Layout) -> list[torch.Tensor]:
-    """Return two blocks, each over two engine blocks. The engine's own random state is not used."""
+    """Return two blocks in host memory, each over two engine blocks.
+
+    The engine's own random state is not used.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (layout.layers, 2, 2 * layout.block_tokens, layout.heads, layout.dim)
-    return [
-        torch.randn(shape, generator=generator).to(layout.device, layout.dtype) for _ in range(2)
-    ]
+    return [torch.randn(shape, generator=generator).to(layout.dtype) for _ in range(2)]
 
 
 def _write(
@@ -99,7 +106,7 @@ def _write(
     """Let the engine's attention write a pattern as it writes new KV."""
     offsets = torch.arange(layout.block_tokens)
     slots = torch.cat([block * layout.block_tokens + offsets for block in blocks])
-    slots = slots.to(layout.device)
+    slots, pattern = slots.to(layout.device), pattern.to(layout.device)
     for name, tensor, (keys, values) in zip(layout.layer_names, tensors, pattern, strict=True):
         layer = layers.get(name)
         write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)

@@ -1,8 +1,9 @@
 """Worker side: copies blocks between the engine's memory and the sidecar's arena.
 
 Loads and saves run in lanes of their own, each in order. A load is reported exactly once, whatever
-becomes of it, and never before its last copy has ended. A save never holds an engine block: before
-a step writes to a block that a save still has to read, the save gives it up.
+becomes of it, and never before its last copy has ended; neither frames nor a reservation are given
+back before that. A save never holds an engine block: before a step writes to a block that a save
+still has to read, the save gives it up.
 """
 
 import threading
@@ -12,13 +13,11 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-import torch
-
-from tierkv.calls import MatchCall
 from tierkv.client import Client, Reservation, Transfer
 from tierkv.codec import profile_of
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
+from tierkv_connectors.device import Device, Mark
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.prefill import PrefillCost
@@ -28,12 +27,13 @@ from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 
 class _Saving:
-    """A save and the engine blocks that it has still to read."""
+    """A save, the mark behind what computed it, and the engine blocks that it has still to read."""
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, mark: Mark) -> None:
         self.save = save
+        self.mark = mark
         self.guard = threading.Lock()
-        """Held while a block is copied."""
+        """Held while the copy of a block is begun."""
         self.left = set(save.blocks)
         self.lost: set[int] = set()
 
@@ -92,7 +92,7 @@ class Worker(_Reports):
         executor: has lanes "load" and "save" of one thread each.
         layout: of the engine's registered tensors.
         device: where they are.
-        edge: counts what goes wrong in a lane.
+        edge: counts what goes wrong.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Worker(_Reports):
         client: Client,
         executor: Executor,
         layout: Layout,
-        device: torch.device,
+        device: Device,
         edge: Edge,
     ) -> None:
         super().__init__()
@@ -110,41 +110,56 @@ class Worker(_Reports):
         self._executor = executor
         self._layout = layout
         self._edge = edge
-        self._reader = UnitCopier(kept.identity, kept.part, device)
-        self._writer = UnitCopier(kept.identity, kept.part, device)
+        self._device = device
+        self._in, self._out = device.lane(kept.raw_bytes), device.lane(kept.raw_bytes)
+        self._reader = UnitCopier(kept.identity, kept.part, self._in)
+        self._writer = UnitCopier(kept.identity, kept.part, self._out)
         self._saving: list[_Saving] = []
 
     def fence(self, plan: StepPlan) -> None:
-        """Let no save read a block that the step writes; waits for the copy of one block at most.
+        """Let no save read a block that the step writes, and the step wait for what reads it now.
 
-        Idempotent; called before anything of the step is written.
+        Idempotent; called before anything of the step is written or queued.
         """
         self._saving = [saving for saving in self._saving if saving.left]
         for saving in self._saving:
             if saving.give_up(plan.overwritten):
                 self.counters["saves_cut_short"] += 1
+        if plan.overwritten is None or plan.overwritten:
+            self._edge.shield("fence", self._out.hold, None)
 
     def begin_loads(self, loads: Sequence[Load]) -> None:
-        """Queue loads; each will be among `ended` once."""
-        for load in loads:
-            self._executor.submit("load", partial(self._load, load))
+        """Queue loads, behind all that the engine has queued; each will be among `ended` once."""
+        if loads and not self._edge.shield("load", lambda: self._queue_loads(loads), 0):
+            self._over.extend((load.request, load.blocks) for load in loads)
 
     def begin_saves(self, saves: Sequence[Save]) -> None:
-        """Queue saves of what the step that just ran has written."""
+        """Queue saves of what the engine's last step has written, or has queued to be written."""
+        if saves:
+            self._edge.shield("save", lambda: self._queue_saves(saves), None)
+
+    def _queue_loads(self, loads: Sequence[Load]) -> int:
+        mark = self._device.mark()
+        for load in loads:
+            self._executor.submit("load", partial(self._load, load, mark))
+        return len(loads)
+
+    def _queue_saves(self, saves: Sequence[Save]) -> None:
+        mark = self._device.mark()
         for save in saves:
-            saving = _Saving(save)
+            saving = _Saving(save, mark)
             self._saving.append(saving)
             self._executor.submit("save", partial(self._save, saving))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, mark: Mark) -> None:
         filled = 0
         try:
-            filled = self._edge.shield("load", lambda: self._fill(load), 0)
+            filled = self._edge.shield("load", lambda: self._fill(load, mark), 0)
         finally:
             self.counters["loads_failed"] += filled < len(load.blocks)
             self._over.append((load.request, load.blocks[filled:]))
 
-    def _fill(self, load: Load) -> int:
+    def _fill(self, load: Load, mark: Mark) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
         call = self._kept.match_call(load.fingerprint, load.keys, 0.0, PrefillCost())
         if time.monotonic() > load.deadline:
@@ -154,9 +169,17 @@ class Worker(_Reports):
         if transfer is None:
             return 0
         with transfer:
-            return self._read(transfer, load, call)
+            try:
+                self._in.after(mark)
+                read = self._read(transfer, load)
+            finally:
+                self._in.wait()  # what was begun still reads the arena, and writes to pages
+            sound = transfer.intact(read)
+            assert sound <= len(call.keys) // KEY_BYTES
+            return min(max(sound * self._kept.ratio - load.skip, 0), len(load.blocks))
 
-    def _read(self, transfer: Transfer, load: Load, call: MatchCall) -> int:
+    def _read(self, transfer: Transfer, load: Load) -> int:
+        """Begin to copy store blocks, up to one that cannot be; returns how many."""
         ratio, read = self._kept.ratio, 0
         for number, header in enumerate(transfer.headers()):
             first = max(number * ratio - load.skip, 0)
@@ -167,9 +190,7 @@ class Worker(_Reports):
             if late or not self._reader.read(transfer, number, header, views):
                 break
             read = number + 1
-        sound = transfer.intact(read)
-        assert sound <= len(call.keys) // KEY_BYTES
-        return min(max(sound * ratio - load.skip, 0), len(load.blocks))
+        return read
 
     def _save(self, saving: _Saving) -> None:
         self._edge.shield("save", lambda: self._offer(saving), None)
@@ -182,14 +203,17 @@ class Worker(_Reports):
         if reservation is None:
             return
         try:
+            self._out.after(saving.mark)
             lengths = self._write(saving, reservation)
             self.counters["saved_blocks"] += reservation.commit(lengths)
         finally:
+            self._out.wait()  # what was begun still writes to the reservation
             reservation.abort()
 
     def _write(self, saving: _Saving, reservation: Reservation) -> list[int]:
         """Return payload bytes of the reservation's units, 0 from the first that was lost on."""
         profile, ratio = profile_of(reservation.profile), self._kept.ratio
+        tokens = self._kept.identity.tokens_per_block
         lengths = [0] * len(reservation.units)
         wanted = [saving.save.blocks[unit * ratio :][:ratio] for unit in reservation.units]
         with saving.guard:
@@ -198,11 +222,9 @@ class Worker(_Reports):
             with saving.guard:
                 if saving.lost.intersection(blocks):
                     break
-                lengths[index] = self._writer.write(
-                    self._layout.views(blocks, 0),
-                    profile,
-                    reservation.payload(index),
-                    reservation.units[index] * self._kept.identity.tokens_per_block,
-                )
+                pieces = reservation.payload(index)
+                block = self._writer.take(self._layout.views(blocks), profile, pieces)
                 saving.left.difference_update(blocks)
+            position = reservation.units[index] * tokens
+            lengths[index] = self._writer.encode(block, profile, pieces, position)
         return lengths

@@ -1,0 +1,51 @@
+"""Host: an engine's memory in host memory. Copies are over when they return, so nothing waits."""
+
+from collections import Counter
+
+import torch
+
+from tierkv_connectors.device import Mark
+from tierkv_connectors.views import Views, gather, scatter
+
+
+class HostLane:
+    """Copies at once. Works, at the pace of torch, for any device that torch copies from and to."""
+
+    def after(self, mark: Mark) -> None:
+        """Do nothing: all that was queued is over."""
+
+    def gather(self, views: Views, block: torch.Tensor) -> None:
+        """Copy."""
+        gather(views, block)
+
+    def scatter(self, block: torch.Tensor, views: Views) -> None:
+        """Copy."""
+        scatter(block, views)
+
+    def hold(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class HostDevice:
+    """The device of an engine that runs on the CPU."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+
+    def lane(self, block_bytes: int) -> HostLane:
+        """Return a lane."""
+        del block_bytes
+        return HostLane()
+
+    def mark(self) -> Mark:
+        """Return nothing in particular."""
+        return None
+
+    def pin(self, arena: memoryview) -> None:
+        """Do nothing: host memory is as fast as it gets."""
+
+    def unpin(self) -> None:
+        """Do nothing."""
