@@ -70,7 +70,7 @@ def run(order: Order, *, as_json: bool) -> int:
     full = _report(found, subject, about, old)
     report.write(order.out, full, old)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(full.rows).decode() + "\n")
+        print(msgspec.json.encode(full.rows).decode())
     else:
         _show(full, order.out, Console())
     return 0
@@ -95,7 +95,10 @@ def _chosen(profiles: str, registry: CodecRegistry) -> Sequence[Codec]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Step], None]]:
-    """Show progress on standard error, and only there where a person looks."""
+    """Show progress on standard error: a bar where a person looks, a line for each step else."""
+    if not sys.stderr.isatty():
+        yield lambda step: print(f"{step.share:4.0%} {step.text}", file=sys.stderr, flush=True)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,6 +139,7 @@ def _report(
         sequences=results.sequences(found),
         layers=results.layers(found),
         pairs=results.pairs(found),
+        fallbacks=results.fallbacks(found),
         entries=results.storable(entries),
     )
 
@@ -143,6 +147,9 @@ def _report(
 def _show(full: Report, out: Path, console: Console) -> None:
     console.print(_rows(full.rows))
     console.print(_classes(full.verdicts))
+    for one in full.fallbacks:
+        lost = f"{one.share:.1%} of its blocks went losslessly: {one.reason}"
+        console.print(f"{one.profile}, {one.domain}: {lost}")
     console.print(f"files: {out}; the sidecar's settings take {out / GATE} as [store] gate")
 
 

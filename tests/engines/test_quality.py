@@ -16,11 +16,14 @@ from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
 
 SUITE = Suite("least", sequences=4, context=256, continuation=32)
-PROFILES = ("lossless", "int4-token-g64", "nvfp4")
+PROFILES = ("lossless", "nvfp4")
+
+pytestmark = pytest.mark.timeout(300)  # 15 s of one core; this much where ten others want it
 
 
 @pytest.fixture(scope="module")
 def subject(model_dir: Path) -> TransformersSubject:
+    torch.set_num_threads(1)
     return TransformersSubject(model_dir)
 
 
@@ -71,7 +74,7 @@ def test_four_bits_lose_what_is_known_of_them(
         assert row.needle_ok == row.needle_n
         assert row.fidelity_class != "exact"
     for layer in results.layers(measured):
-        if layer.profile == "nvfp4":
+        if layer.profile != "lossless":
             assert 0.05 < layer.key_error < 0.15
             assert 0.05 < layer.value_error < 0.15
             assert 0 < layer.attention_error < 0.15

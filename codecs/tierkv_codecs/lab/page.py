@@ -4,7 +4,7 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from tierkv_codecs.lab.results import Pair, Row, Verdicts
+from tierkv_codecs.lab.results import Fallback, Pair, Row, Verdicts
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
@@ -34,6 +34,7 @@ def render(
     rows: Sequence[Row],
     verdicts: Mapping[str, Verdicts],
     pairs: Sequence[Pair],
+    fallbacks: Sequence[Fallback],
     images: Mapping[str, bytes],
 ) -> str:
     """Return the page's text."""
@@ -49,6 +50,7 @@ def render(
         "<!doctype html><html lang=en><meta charset=utf-8><title>tierkv quality report</title>",
         f"<style>{_STYLE}</style><h1>tierkv quality report</h1><dl>{facts}</dl>",
         f"<h2>Classes</h2><p>{_CLASSES}</p>{classes}",
+        *_fallbacks(fallbacks),
         *(_image(name, image) for name, image in images.items()),
         f"<h2>Rows</h2>{_table(_ROW_HEADS, map(_row, rows))}",
         f"<h2>KL against KL</h2><p>{_PAIRS}</p>",
@@ -74,6 +76,19 @@ def _row(row: Row) -> tuple[str, ...]:
         f"{row.decode_gbps:.2f}",
         _class(row.fidelity_class),
     )
+
+
+def _fallbacks(fallbacks: Sequence[Fallback]) -> Iterable[str]:
+    if fallbacks:
+        yield "<h2>Blocks stored losslessly instead</h2>"
+        yield _table(
+            ("profile", "domain", "blocks", "share", "reason"),
+            (
+                (escape(one.profile), escape(one.domain), str(one.blocks), f"{one.share:.1%}",
+                 escape(one.reason))
+                for one in fallbacks
+            ),
+        )  # fmt: skip
 
 
 def _pairs(pairs: Sequence[Pair]) -> Iterable[str]:

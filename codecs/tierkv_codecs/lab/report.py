@@ -1,7 +1,7 @@
 """Report: what an evaluation leaves in its folder.
 
 rows.json            a row for each profile and domain, as `tierkv eval --json` prints them
-rows.parquet         the same; beside it sequences, layers and pairs (see `results`)
+rows.parquet         the same; beside it sequences, layers, pairs, and fallbacks if any
 kl-DOMAIN.png        ratio against KL
 report.html          all of it on one page that needs nothing else
 gate.json            what the sidecar's `[store] gate` names; entries of earlier evaluations stay
@@ -19,7 +19,7 @@ from tierkv import gate
 from tierkv.errors import unavailable
 from tierkv.gate import Entry, Gate
 from tierkv_codecs.lab import page, plots
-from tierkv_codecs.lab.results import LayerRow, Pair, Row, SequenceRow, Verdicts
+from tierkv_codecs.lab.results import Fallback, LayerRow, Pair, Row, SequenceRow, Verdicts
 
 GATE = "gate.json"
 
@@ -33,6 +33,7 @@ class Report(NamedTuple):
     sequences: Sequence[SequenceRow]
     layers: Sequence[LayerRow]
     pairs: Sequence[Pair]
+    fallbacks: Sequence[Fallback]
     entries: Sequence[Entry]
     """Of the profiles that a store knows."""
 
@@ -62,13 +63,16 @@ def write(out: Path, report: Report, old: Gate) -> None:
         "sequences": report.sequences,
         "layers": report.layers,
         "pairs": report.pairs,
+        "fallbacks": report.fallbacks,
     }.items():
         if found:
             _write_table(out / f"{name}.parquet", found, report.about)
     images = plots.draw(report.rows)
     for name, image in images.items():
         (out / name).write_bytes(image)
-    text = page.render(report.about, report.rows, report.verdicts, report.pairs, images)
+    text = page.render(
+        report.about, report.rows, report.verdicts, report.pairs, report.fallbacks, images
+    )
     (out / "report.html").write_text(text, encoding="utf-8")
     (out / GATE).write_bytes(gate.dump(gate.merge(old, report.entries)))
 

@@ -80,6 +80,19 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True):
     attention_error: float
 
 
+class Fallback(msgspec.Struct, frozen=True, kw_only=True):
+    """Coded blocks that a profile could not take, which went losslessly, as in a store.
+
+    `share` is of all coded blocks of the profile and domain.
+    """
+
+    profile: str
+    domain: str
+    reason: str
+    blocks: int
+    share: float
+
+
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """A profile's class, by the worst domain, and what stands against a better one."""
 
@@ -221,6 +234,21 @@ def sequences(results: Results) -> list[SequenceRow]:
         for number, (document, one) in enumerate(
             zip(tally.documents, tally.predictions, strict=True)
         )
+    ]
+
+
+def fallbacks(results: Results) -> list[Fallback]:
+    """Return a row for each profile, domain and reason."""
+    return [
+        Fallback(
+            profile=profile,
+            domain=domain,
+            reason=reason,
+            blocks=blocks,
+            share=blocks / tally.weight.blocks,
+        )
+        for (profile, domain), tally in sorted_tallies(results)
+        for reason, blocks in tally.weight.fallbacks.items()
     ]
 
 
