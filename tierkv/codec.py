@@ -36,7 +36,35 @@ LOSSLESS = Profile(
     bound_extra=1024,
 )
 
-PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS)}
+INT8 = Profile(
+    name="int8",
+    number=3,
+    codec_id=3,
+    lossy=True,
+    ratio=1.91,
+    decode_bps=12e9,
+    bound_extra=1024,
+)
+INT4 = Profile(
+    name="int4",
+    number=4,
+    codec_id=4,
+    lossy=True,
+    ratio=3.2,
+    decode_bps=3e9,
+    bound_extra=1024,
+)
+FP8 = Profile(
+    name="fp8",
+    number=5,
+    codec_id=5,
+    lossy=True,
+    ratio=1.94,
+    decode_bps=12e9,
+    bound_extra=1024,
+)
+
+PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS, INT8, INT4, FP8)}
 BY_NUMBER = {profile.number: profile for profile in PROFILES.values()}
 BY_CODEC_ID = {profile.codec_id: profile for profile in PROFILES.values()}
 

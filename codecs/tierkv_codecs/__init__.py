@@ -12,6 +12,9 @@ from tierkv_codecs.codec import (
     Place,
     Unsuited,
 )
+from tierkv_codecs.fp8 import Fp8
+from tierkv_codecs.int4 import Int4
+from tierkv_codecs.int8 import Int8
 from tierkv_codecs.lossless import Lossless
 from tierkv_codecs.raw import Raw
 
@@ -22,10 +25,13 @@ __all__ = [
     "Codec",
     "CodecError",
     "CodecRegistry",
+    "Fp8",
+    "Int4",
+    "Int8",
     "Lossless",
     "Place",
     "Raw",
     "Unsuited",
 ]
 
-CODECS = CodecRegistry([Raw(), Lossless()])
+CODECS = CodecRegistry([Raw(), Lossless(), Int8(), Int4(), Fp8()])

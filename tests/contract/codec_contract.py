@@ -3,8 +3,8 @@
     class TestLossless(CodecContract):
         codec = Lossless()
 
-An exact codec gives every bit back. A lossy one overrides `check_close`, which compares what was
-decoded with what was encoded, and `dtypes`, the dtypes that it takes.
+An exact codec gives every bit back. A lossy one (`lossy_contract`) overrides `check_close`, which
+compares what was decoded with what was encoded, the dtypes and the shapes that it takes.
 """
 
 import contextlib
@@ -20,21 +20,17 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.identity import LayerSpec, Rope
 from tierkv.part import Part
-from tierkv_codecs import CODECS, Codec, CodecError, Place
+from tierkv_codecs import CODECS, Codec, CodecError, Place, Unsuited
 from tierkv_codecs.tensors import bits_of
 
 GUARD = 0xA5
 
-SHAPES = [
-    (0,),
-    (1,),
-    (7,),
-    (),
+BLOCKS: list[tuple[int, ...]] = [
     (1, 2, 1, 1, 1),
     (3, 2, 1, 3, 64),
     (2, 2, 17, 3, 5),
@@ -42,6 +38,7 @@ SHAPES = [
     (1, 2, 600, 3, 129),
     (4, 2, 0, 3, 64),
 ]
+SHAPES: list[tuple[int, ...]] = [(0,), (1,), (7,), (), *BLOCKS]
 
 # Run in a process of its own, and in this one, to compare the bytes.
 DIGEST_SCRIPT = """
@@ -74,7 +71,8 @@ def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def place_of(block: torch.Tensor, position: int = 1024) -> Place:
     """Return a place for a block of any shape; a canonical one has a layer for each of its own."""
     layers, _, _, heads, dim = block.shape if block.dim() == 5 else (1, 2, 1, 1, 1)
-    spec = LayerSpec(kv_heads=heads, k_dim=dim, v_dim=dim, rope=Rope())
+    rope = Rope(kind="none", theta=0.0) if dim % 2 else Rope()  # it turns pairs
+    spec = LayerSpec(kv_heads=heads, k_dim=dim, v_dim=dim, rope=rope)
     return Place((spec,) * layers, Part(0, 0, layers, 0, heads), position)
 
 
@@ -94,7 +92,8 @@ def encoded(codec: Codec, block: torch.Tensor) -> tuple[torch.Tensor, tuple[int,
 def digest(codec: Codec) -> str:
     """Return a digest of payloads of several blocks, for comparison between processes."""
     found = hashlib.sha256()
-    for seed, shape in enumerate([(2, 2, 300, 3, 64), (3, 2, 1, 3, 64), (1000,)]):
+    flat = (1, 2, 100, 1, 5) if codec.lossy else (1000,)
+    for seed, shape in enumerate([(2, 2, 300, 3, 64), (3, 2, 1, 3, 64), flat]):
         payload, segments = encoded(codec, kv_like(shape, torch.bfloat16, seed))
         found.update(repr(segments).encode() + payload.numpy().tobytes())
     return found.hexdigest()
@@ -143,6 +142,8 @@ class CodecContract:
         torch.uint8,
     )
 
+    shapes: ClassVar[list[tuple[int, ...]]] = SHAPES
+
     def check_close(self, decoded: torch.Tensor, block: torch.Tensor) -> None:
         assert torch.equal(bits_of(decoded), bits_of(block))
 
@@ -168,12 +169,14 @@ class CodecContract:
             codec.name = "other"
         assert CODECS.of_id(codec.id) == CODECS.named(codec.name) == codec
 
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_round_trip(self, shape: tuple[int, ...]) -> None:
-        for dtype in self.dtypes:
-            self.round_trip(kv_like(shape, dtype))
+    def test_round_trip(self) -> None:
+        for shape in self.shapes:
+            for dtype in self.dtypes:
+                self.round_trip(kv_like(shape, dtype))
 
-    @pytest.mark.parametrize("shape", [(2, 2, 33, 3, 64), (2, 2, 1, 1, 8), (5, 3)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(2, 2, 33, 3, 64), (2, 2, 1, 1, 8), (1, 2, 5, 1, 3)], ids=str
+    )
     def test_strides_do_not_matter(self, shape: tuple[int, ...]) -> None:
         for dtype in self.dtypes:
             block = kv_like(shape, dtype)
@@ -197,12 +200,12 @@ class CodecContract:
     def test_unaligned_buffers(self) -> None:
         for dtype in self.dtypes:
             block = kv_like((2, 2, 9, 3, 7), dtype)
-            source = block.transpose(0, 2)
+            source = block.transpose(0, 3)
             bound = self.codec.bound(source.numel() * source.itemsize)
             buffer = torch.zeros(bound + 3, dtype=torch.uint8)
             segments = self.codec.encode(source, buffer[3:], place_of(source))
             payload = buffer[3 : 3 + sum(segments)]
-            out = torch.zeros_like(block).transpose(0, 2)
+            out = torch.zeros_like(block).transpose(0, 3)
             self.codec.decode(payload, segments, out, place_of(out))
             self.check_close(out, source)
 
@@ -226,8 +229,10 @@ class CodecContract:
 
     def test_what_was_coded_before_does_not_matter(self) -> None:
         expected = digest(self.codec)
-        encoded(self.codec, random_bits(300_000, torch.bfloat16))
-        encoded(self.codec, torch.zeros(300_000, dtype=torch.bfloat16))
+        noise = random_bits(300_000, torch.bfloat16).view(2, 2, 500, 1, 150)
+        with contextlib.suppress(Unsuited):
+            encoded(self.codec, noise)
+        encoded(self.codec, torch.zeros_like(noise))
         assert digest(self.codec) == expected
 
     def test_threads_may_share_it(self) -> None:
@@ -244,11 +249,14 @@ class CodecContract:
 
     # The properties are inner functions, because hypothesis takes an inherited one for one test.
     def test_any_shape(self) -> None:
-        shapes = st.lists(st.integers(0, 9), max_size=5)
+        least = 5 if self.codec.lossy else 0
+        shapes = st.lists(st.integers(0, 9), min_size=least, max_size=5)
 
+        @settings(deadline=None)  # the first call compiles
         @given(shapes, st.sampled_from(self.dtypes), st.integers(0, 99))
         def property_holds(shape: list[int], dtype: torch.dtype, seed: int) -> None:
-            self.round_trip(kv_like(tuple(shape), dtype, seed))
+            with contextlib.suppress(Unsuited):
+                self.round_trip(kv_like(tuple(shape), dtype, seed))
 
         property_holds()
 
@@ -275,7 +283,7 @@ class CodecContract:
         block = torch.zeros(4, dtype=torch.float64)
         with pytest.raises(CodecError, match="float64"):
             self.codec.encode(block, torch.zeros(99).byte(), place_of(block))
-        payload, segments = encoded(self.codec, torch.zeros(4, dtype=self.dtypes[0]))
+        payload, segments = encoded(self.codec, torch.zeros((1, 2, 2, 1, 1), dtype=self.dtypes[0]))
         with pytest.raises(CodecError, match="float64"):
             self.codec.decode(payload, segments, block, place_of(block))
 

@@ -131,10 +131,10 @@ def test_registry_tells_calibrations_of_one_format_apart() -> None:
 
 
 def test_registry_names_the_known_codecs_when_it_is_asked_for_another() -> None:
-    with pytest.raises(TierKVError, match="use one of lossless, raw") as by_name:
+    with pytest.raises(TierKVError, match=r"use one of .*lossless, raw") as by_name:
         CODECS.named("kivi")
     assert by_name.value.kind is ErrorKind.INVALID
-    with pytest.raises(TierKVError, match="reads 1, 2") as by_id:
+    with pytest.raises(TierKVError, match="reads 1, 2, ") as by_id:
         CODECS.of_id(200)
     assert by_id.value.kind is ErrorKind.INCOMPATIBLE
 
