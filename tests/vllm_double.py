@@ -61,6 +61,8 @@ class Asked:
     request_id: str
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+    block_hashes: list[Any] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     external: int = 0
     """Tokens that were loaded."""
@@ -68,6 +70,10 @@ class Asked:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    def update_block_hashes(self) -> None:
+        """Name blocks as the engine's own prefix cache would, in one name for all."""
+        self.block_hashes.append((self.cache_salt, tuple(self.all_token_ids)))
 
 
 class EngineDouble:

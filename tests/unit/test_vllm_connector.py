@@ -12,6 +12,7 @@ from tests.vllm_double import EngineDouble, kept_of, over, prompts
 from tierkv.cache import TierKV
 from tierkv.calls import ClearCall, StatCall
 from tierkv.errors import TierKVError
+from tierkv.fidelity import Fidelity
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm import worker as worker_module
@@ -209,10 +210,10 @@ def test_an_answer_that_waited_too_long_is_asked_for_again(store: TierKV) -> Non
 
 def test_a_worker_that_keeps_nothing_reports_every_load() -> None:
     nothing = worker_module.NoWorker()
-    load = Load("r", 1, 0, bytes(32), bytes(32), 0, (3, 4), 0.0)
+    load = Load("r", 1, 0, bytes(32), bytes(32), Fidelity.EXACT, 0, (3, 4), 0.0)
     nothing.fence(StepPlan())
     nothing.begin_loads([load])
-    nothing.begin_saves([Save(bytes(32), b"", ())])
+    nothing.begin_saves([Save(bytes(32), b"", Fidelity.EXACT, ())])
     assert nothing.ended() == {"r"}
     assert nothing.unfilled() == {3, 4}
     assert not nothing.ended()
@@ -269,11 +270,32 @@ def test_a_request_whose_wishes_cannot_be_read_is_left_alone(
     assert request.external == 0
     engine.compute(request, 0)
     told = engine.scheduler.ended(request)
-    assert "unknown field `stroe`; it may have store" in told["problem"]
+    assert "unknown field `stroe`; it may have store, fidelity" in told["problem"]
     (line,) = [one for one in caplog.records if one.name == "vllm.tierkv"]
     assert told["problem"] in line.getMessage()
     assert line.exc_info is None
     assert not engine.scheduler.problems
+
+
+def test_classes_are_kept_apart(store: TierKV, engine: EngineDouble) -> None:
+    """In both caches: blocks of a lower class are nothing to a request of a higher one."""
+    tokens = next(prompts(21, 100))
+    first = engine.run(tokens, fidelity="safe")
+    engine.settle()
+    assert engine.run(tokens).external == 0, "what was computed for a lower class may be lossy"
+    engine.settle()
+    plain, lower = engine.ask(tokens), engine.ask(tokens, fidelity="safe")
+    assert plain.cache_salt is None
+    assert lower.cache_salt == first.cache_salt, "one class shares the engine's own cache"
+    assert lower.block_hashes[0][0] == lower.cache_salt
+    assert engine.ask(tokens, fidelity="exact").cache_salt is None, "it is the engine's class"
+    assert engine.run(tokens, fidelity="economy").external == 96, "better than asked is fine"
+    other = over(store, kept_of(ENGINE, STORE, fidelity="safe"), blocks=64)
+    assert other.run(tokens).external == 96
+    assert other.ask(tokens).cache_salt is None
+    assert other.ask(tokens, fidelity="exact").cache_salt is not None
+    other.settle()
+    other.close()
 
 
 def test_an_engine_whose_worker_keeps_nothing_is_left_alone(engine: EngineDouble) -> None:
@@ -306,7 +328,9 @@ def test_an_answer_says_where_its_tokens_came_from(engine: EngineDouble) -> None
     engine.admit(request, 8)
     assert engine.scheduler.sources(request) == {"host": 88}
     engine.compute(request, engine.wait(request, 96))
-    assert engine.scheduler.ended(request) == {"loaded_tokens": {"host": 88}}
+    assert engine.scheduler.ended(request) == {
+        "loaded_tokens": {"host": 88}, "fidelity": "exact",
+    }  # fmt: skip
     assert engine.scheduler.counters == {"loaded_tokens_host": 88}
 
 
@@ -323,11 +347,17 @@ def test_an_answer_counts_what_a_load_has_filled(engine: EngineDouble) -> None:
     assert computed == 32
     engine.compute(request, computed)
     engine.check(request)
-    assert engine.scheduler.ended(request) == {"loaded_tokens": {"host": 32}}
+    assert engine.scheduler.ended(request) == {
+        "loaded_tokens": {"host": 32}, "fidelity": "exact",
+    }  # fmt: skip
 
 
 def test_options() -> None:
     assert options_of({"socket": "x", "deadline_s": 2}).deadline_s == 2.0
+    with pytest.raises(TierKVError, match=r"'good' is not known; use one of exact, near_lossless"):
+        options_of({"fidelity": "good"})
+    with pytest.raises(TierKVError, match=r"profile 'zip' is not known"):
+        options_of({"profiles": ["raw", "zip"]})
     for wrong in ({"sokcet": "x"}, {"deadline_s": "soon"}):
         with pytest.raises(TierKVError, match=r"kv_connector_extra_config.*it may have socket,"):
             options_of(wrong)

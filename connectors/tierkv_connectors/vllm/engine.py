@@ -10,6 +10,9 @@ class Request(Protocol):
 
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None
+    cache_salt: str | None
+    block_hashes: list[Any]
+    """Names of its full blocks in the engine's own prefix cache."""
 
     @property
     def num_tokens(self) -> int:
@@ -18,6 +21,9 @@ class Request(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """Their ids."""
+
+    def update_block_hashes(self) -> None:
+        """Add the names that `block_hashes` lacks."""
 
 
 class New(Protocol):

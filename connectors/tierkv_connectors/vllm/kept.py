@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierkv.calls import MatchCall, PutCall
+from tierkv.codec import profile_of
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
 from tierkv.identity import Identity
@@ -18,6 +19,7 @@ from tierkv_connectors.prefill import PrefillCost
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+CLASSES = {fidelity.name.lower(): fidelity for fidelity in reversed(Fidelity)}
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a store block, at least: shorter ones cost more for each byte."""
 
@@ -43,11 +45,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Longest that one call to the sidecar may take."""
     load: bool = True
     save: bool = True
+    fidelity: str = "exact"
+    """Class of what requests are served that do not ask for another one."""
+    profiles: tuple[str, ...] = ("raw", "lossless")
+    """What saves may encode to, as far as the class and the sidecar's gate allow."""
 
 
 def options_of(extra: Mapping[str, Any]) -> Options:
     """Return the options of a connector. Raises: TierKVError (invalid) naming the wrong one."""
-    return _read("kv_connector_extra_config", dict(extra), Options)
+    options = _read("kv_connector_extra_config", dict(extra), Options)
+    class_of(options.fidelity)
+    for name in options.profiles:
+        profile_of(name)
+    return options
+
+
+def class_of(name: str) -> Fidelity:
+    """Return the class of a name. Raises: TierKVError (invalid) naming the known ones."""
+    try:
+        return CLASSES[name]
+    except KeyError:
+        raise invalid(f"fidelity {name!r} is not known; use one of {', '.join(CLASSES)}") from None
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,11 +73,16 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     store: bool = True
     """False: nothing of this request is kept."""
+    fidelity: str = ""
+    """The least class that may be served; "": the engine's."""
 
 
 def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
     """Return a request's wishes. Raises: TierKVError (invalid) naming the wrong one."""
-    return _read('kv_transfer_params["tierkv"]', (params or {}).get("tierkv", {}), Wishes)
+    wishes = _read('kv_transfer_params["tierkv"]', (params or {}).get("tierkv", {}), Wishes)
+    if wishes.fidelity:
+        class_of(wishes.fidelity)
+    return wishes
 
 
 def _read(where: str, found: object, kind: type[S]) -> S:
@@ -92,7 +115,11 @@ class Kept:
     engine_tokens: int
     """Tokens of an engine block."""
     options: Options
-    fidelity: Fidelity = Fidelity.EXACT
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The class that requests are served unless they say otherwise."""
+        return CLASSES[self.options.fidelity]
 
     @property
     def tokens(self) -> int:
@@ -119,15 +146,20 @@ class Kept:
         return root_key(fingerprint, {**extras, "namespace": self.options.namespace})
 
     def match_call(
-        self, fingerprint: bytes, keys: bytes, deadline_s: float, cost: PrefillCost
+        self,
+        fingerprint: bytes,
+        keys: bytes,
+        fidelity: Fidelity,
+        deadline_s: float,
+        cost: PrefillCost,
     ) -> MatchCall:
-        """Return the question for a chain."""
+        """Return the question for a chain at a class."""
         return MatchCall(
             namespace=self.options.namespace,
             fingerprint=fingerprint,
             keys=keys,
             parts=self.part.pack(),
-            fidelity=self.fidelity,
+            fidelity=fidelity,
             position=0,
             tokens_per_block=self.tokens,
             raw_bytes=self.raw_bytes,
@@ -136,19 +168,20 @@ class Kept:
             deadline_s=deadline_s,
         )
 
-    def put_call(self, fingerprint: bytes, keys: bytes) -> PutCall:
-        """Return the offer of a chain."""
+    def put_call(self, fingerprint: bytes, keys: bytes, fidelity: Fidelity) -> PutCall:
+        """Return the offer of a chain that was computed on a prefix of a class."""
         return PutCall(
             namespace=self.options.namespace,
             fingerprint=fingerprint,
             keys=keys,
             parts=self.part.pack(),
             raw_bytes=self.raw_bytes.to_bytes(8, "little"),
-            fidelity=self.fidelity,
+            fidelity=fidelity,
             position=0,
             tokens_per_block=self.tokens,
-            profiles=("raw", "lossless"),
+            profiles=self.options.profiles,
             family=self.identity.family,
+            derived=fidelity < Fidelity.EXACT,
         )
 
 

@@ -6,6 +6,8 @@ each holds a whole number of engine blocks.
 
 from dataclasses import dataclass
 
+from tierkv.fidelity import Fidelity
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -19,6 +21,7 @@ class Load:
     """Of the identity that the keys belong to."""
     keys: bytes
     """Of the store blocks, n x 32."""
+    fidelity: Fidelity
     skip: int
     """Engine blocks of the first store block that the engine holds already."""
     blocks: tuple[int, ...]
@@ -33,6 +36,8 @@ class Save:
 
     fingerprint: bytes
     keys: bytes
+    fidelity: Fidelity
+    """Class of the prefix that they were computed on."""
     blocks: tuple[int, ...]
     """Engine blocks that hold them, in order."""
 

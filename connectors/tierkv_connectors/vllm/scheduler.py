@@ -6,6 +6,7 @@ attempt to schedule it. A lease is held from the answer until the load is done, 
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter
@@ -20,11 +21,12 @@ from tierkv.calls import MAX_UNITS, MatchReply
 from tierkv.client import MISS, Client
 from tierkv.errors import TierKVError
 from tierkv.executor import Executor
+from tierkv.fidelity import Fidelity
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.vllm.engine import Output, Request
-from tierkv_connectors.vllm.kept import Kept, wishes_of
+from tierkv_connectors.vllm.kept import CLASSES, Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 WAIT_S = 0.0008
@@ -72,6 +74,8 @@ class _Request:
     request: Request
     fingerprint: bytes
     root: bytes
+    fidelity: Fidelity
+    """The least class that it is served, and so the class of what it computes."""
     store: bool
     keys: bytes = b""
     blocks: list[int] = field(default_factory=list)
@@ -115,6 +119,7 @@ class Scheduler:
         self._client = client
         self._executor = executor
         self._extras_of = extras_of
+        self._mark = secrets.token_hex(16)
         self._fingerprint = kept.identity.fingerprint
         self.problems: dict[str, str] = {}
         """What is wrong with the wishes of requests, by their ids."""
@@ -140,9 +145,23 @@ class Scheduler:
             self.problems[name] = str(error)
         else:
             store = self._kept.options.save and wishes.store
+            fidelity = CLASSES[wishes.fidelity] if wishes.fidelity else self._kept.fidelity
+            if fidelity != self._kept.fidelity:
+                self._separate(request, fidelity)
             root = self._kept.root(self._fingerprint, extras)
-            self._requests[name] = held = _Request(request, self._fingerprint, root, store)
+            held = _Request(request, self._fingerprint, root, fidelity, store)
+            self._requests[name] = held
             self._look(held)
+
+    def _separate(self, request: Request, fidelity: Fidelity) -> None:
+        """Keep a request's blocks apart in the engine's own prefix cache.
+
+        It serves what we load to the next request without asking us, so other classes have other
+        names there. Ours are made without this salt, which no client can know.
+        """
+        request.cache_salt = f"{request.cache_salt or ''} {self._mark} {fidelity.name}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Return the tokens to load beyond the `computed` ones; None: ask again later.
@@ -199,6 +218,7 @@ class Scheduler:
                 start=start,
                 fingerprint=held.fingerprint,
                 keys=lookup.keys[start * KEY_BYTES : stop * KEY_BYTES],
+                fidelity=held.fidelity,
                 skip=(first - start * kept.tokens) // kept.engine_tokens,
                 blocks=tuple(wanted),
                 deadline=time.monotonic() + kept.options.deadline_s,
@@ -208,7 +228,9 @@ class Scheduler:
 
     def fail(self, request: Request, blocks: Sequence[int]) -> None:
         """Let a load that was promised and could not be planned be reported as not filled."""
-        nothing = Load(request.request_id, 0, 0, b"", b"", 0, tuple(blocks), 0.0)
+        nothing = Load(
+            request.request_id, 0, 0, b"", b"", self._kept.fidelity, 0, tuple(blocks), 0.0
+        )
         self._loads.append(nothing)
 
     def step(self, output: Output) -> StepPlan:
@@ -272,7 +294,8 @@ class Scheduler:
     def ended(self, request: Request) -> dict[str, Any]:
         """Forget a request; one that is being loaded for is kept until that has been reported.
 
-        Returns: what its answer says: `loaded_tokens` by tier, or its `problem`.
+        Returns: what its answer says: `loaded_tokens` by tier and the class that was served at
+            least, or its `problem`.
         """
         problem = self.problems.pop(request.request_id, "")
         if problem:
@@ -284,7 +307,9 @@ class Scheduler:
         held.finished = True
         if not held.loading:
             del self._requests[request.request_id]
-        return {"loaded_tokens": held.sources} if held.sources else {}
+        if not held.sources:
+            return {}
+        return {"loaded_tokens": held.sources, "fidelity": held.fidelity.name.lower()}
 
     def reset(self) -> None:
         """Find nothing any more of what was kept until now: the weights may be others."""
@@ -307,7 +332,9 @@ class Scheduler:
             lookup.keys = keys = self._extended(held, known)
             usable = min((held.request.num_tokens - 1) // self._kept.tokens, MAX_UNITS)
             asked = keys[: usable * KEY_BYTES]
-            call = self._kept.match_call(held.fingerprint, asked, deadline_s, self.cost)
+            call = self._kept.match_call(
+                held.fingerprint, asked, held.fidelity, deadline_s, self.cost
+            )
             reply = self._client.match(call)
             if reply.pending:
                 reply = self._client.wait(reply.match, deadline_s)
@@ -347,6 +374,7 @@ class Scheduler:
             Save(
                 fingerprint=held.fingerprint,
                 keys=held.keys[: sealed * KEY_BYTES],
+                fidelity=held.fidelity,
                 blocks=tuple(held.blocks[: sealed * kept.ratio]),
             )
         )

@@ -161,7 +161,7 @@ class Worker(_Reports):
 
     def _fill(self, load: Load, mark: Mark) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
-        call = self._kept.match_call(load.fingerprint, load.keys, 0.0, PrefillCost())
+        call = self._kept.match_call(load.fingerprint, load.keys, load.fidelity, 0.0, PrefillCost())
         if time.monotonic() > load.deadline:
             self.counters["loads_late"] += 1
             return 0
@@ -198,7 +198,7 @@ class Worker(_Reports):
 
     def _offer(self, saving: _Saving) -> None:
         reservation = self._client.put(
-            self._kept.put_call(saving.save.fingerprint, saving.save.keys)
+            self._kept.put_call(saving.save.fingerprint, saving.save.keys, saving.save.fidelity)
         )
         if reservation is None:
             return
