@@ -26,9 +26,14 @@ def tiny_llama(folder: Path) -> Path:
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).eval().save_pretrained(folder)
+    byte_tokenizer(folder)
+    return folder
+
+
+def byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
