@@ -74,7 +74,7 @@ def plan_put(
 
 def _worth(policy: Policy, view: Catalog, keys: bytes, missing: list[int], parts: int) -> list[int]:
     """Return the missing units of those blocks that the policy lets into RAM."""
-    blocks = list(dict.fromkeys(unit // parts for unit in missing))
+    blocks = missing if parts == 1 else list(dict.fromkeys(unit // parts for unit in missing))
     worth = policy.offered(
         view, RAM, [keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] for block in blocks]
     )

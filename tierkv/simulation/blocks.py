@@ -33,6 +33,7 @@ Progress = Callable[[int, int], None]
 """Called now and then with the requests done and all of them."""
 
 PROGRESS_EVERY = 256
+_SIZES = (1,)
 
 
 class Counts(NamedTuple):
@@ -63,31 +64,32 @@ class Shelf:
         self.capacity = self.free = capacity
         self.stored = self.refused = self.dropped = 0
         self.row_of = np.full(distinct, NONE, np.int32)
-        self._id_of = np.zeros(capacity, np.int32)
+        self._id_of = [NONE] * capacity
 
-    def want(self, blocks: Ids) -> None:
+    def want(self, blocks: list[int]) -> None:
         """Take missing blocks of a chain in, as far as the policy would; drop what it names."""
-        catalog = self.catalog
-        keys = [block.to_bytes(KEY_BYTES, "little") for block in blocks.tolist()]
-        known, sizes = [False] * len(keys), [1]
-        plan = plan_put(self.policy, catalog, b"".join(keys), known, sizes, RAW, self.free, 1)
-        if plan.drops:
-            catalog.leave(plan.drops)
-            catalog.gone(plan.drops)
-            self.policy.forgot(plan.drops)
-            self.row_of[self._id_of[plan.drops]] = NONE
-            self.free += len(plan.drops)
-            self.dropped += len(plan.drops)
-        self.refused += plan.refused
-        if plan.units:
-            rows = catalog.begin(RAM, [_unit(keys[unit]) for unit in plan.units])
+        catalog, row_of, id_of = self.catalog, self.row_of, self._id_of
+        keys = [block.to_bytes(KEY_BYTES, "little") for block in blocks]
+        known = [False] * len(keys)
+        plan = plan_put(self.policy, catalog, b"".join(keys), known, _SIZES, RAW, self.free, 1)
+        drops, units = plan.drops, plan.units
+        if drops:
+            catalog.leave(drops)
+            catalog.gone(drops)
+            self.policy.forgot(drops)
+            for row in drops:
+                row_of[id_of[row]] = NONE
+        if units:
+            rows = catalog.begin(RAM, [_unit(keys[unit]) for unit in units])
             catalog.commit(rows)
             self.policy.touched(catalog, rows)
-            taken = blocks[plan.units]
-            self.row_of[taken] = rows
-            self._id_of[rows] = taken
-            self.free -= len(rows)
-            self.stored += len(rows)
+            for row, unit in zip(rows, units, strict=True):
+                id_of[row] = block = blocks[unit]
+                row_of[block] = row
+        self.free += len(drops) - len(units)
+        self.stored += len(units)
+        self.dropped += len(drops)
+        self.refused += plan.refused
 
     def meet(self, prompt: Ids, *, tail_first: bool, most: int) -> tuple[int, int]:
         """Use a prompt's blocks one after another; returns block hits and usable prefix.
@@ -106,8 +108,10 @@ class Shelf:
                 self.policy.touched(self.catalog, rows[:run][::step].tolist())
                 hits += run
             else:
-                run = min(_run(rows == NONE), most)
-                self.want(order[at : at + run][::step])
+                run = _run(rows == NONE)
+                missing = order[at : at + run].tolist()
+                for start in range(0, run, most):
+                    self.want(missing[start : start + most][::step])
             at += run
         return hits, prefix
 
