@@ -1,4 +1,4 @@
-"""Command line: `tierkv serve`, `tierkv stat`, `tierkv eval`, `tierkv demo`.
+"""Command line: `tierkv serve`, `tierkv stat`, `tierkv eval`, `tierkv replay`, `tierkv demo`.
 
 For people by default, `--json` for programs. What the caller must change is one line on standard
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
@@ -148,6 +148,49 @@ def evaluate(  # noqa: PLR0913 -- one for each option
     raise typer.Exit(run(order, as_json=as_json))
 
 
+@app.command()
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(help="JSON lines as Mooncake publishes them, gzip or plain.")
+    ],
+    *,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="lru, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
+            " s3fifo-tail-first for the other order of a prompt's blocks.",
+        ),
+    ] = "lru",
+    blocks: Annotated[
+        int | None,
+        typer.Option("--blocks", help="One tier of so many equal blocks, and no codec."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw hits over capacities for all policies to this PNG file."),
+    ] = None,
+    file_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--file-tokens", min=1, help="Per block in the file; else as its name or lengths tell."
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--block-tokens", min=1, help="Per block of the replay, a multiple of the file's."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace of requests through a policy and count what it would have hit."""
+    from tierkv_service.replay import Order, run
+
+    order = Order(trace, policy, blocks, plot, file_tokens, block_tokens)
+    raise typer.Exit(run(order, as_json=as_json))
+
+
 class Engine(enum.StrEnum):
     """What the demo's model runs on."""
 
@@ -185,7 +228,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("tierkv"):
             raise
-        _end(f"{error.name} is not installed: pip install 'tierkv-sidecar[demo]' has everything")
+        _end(
+            f"{error.name} is not installed: pip install 'tierkv-sidecar[demo,lab]' has everything"
+        )
 
 
 def _end(message: str) -> NoReturn:
