@@ -11,6 +11,7 @@ cache that never evicts reaches. A cell without a figure has no reference.
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from tierkv.simulation.policies import CONTENDERS
 from tierkv.simulation.traces import Accesses, Trace, load
 
 SHARES = (0.01, 0.05, 0.10, 0.20)
+CHOSEN = (*SHARES, 1.0)
 TOLERANCE = 0.3
 """Points of a percent."""
 POLICIES = ["lru-prompt-order", "lru", "s3fifo", "s3fifo-tail-first", "belady"]
@@ -145,6 +147,7 @@ def main() -> int:
     arguments.add_argument("--traces", type=Path, required=True, help="the folder of trace files")
     arguments.add_argument("--only", nargs="*", choices=list(KNOWN), default=list(KNOWN))
     arguments.add_argument("--policy", nargs="*", choices=POLICIES, default=POLICIES)
+    arguments.add_argument("--share", nargs="*", type=float, choices=CHOSEN, default=CHOSEN)
     arguments.add_argument("--json", action="store_true", help="print one line of JSON")
     chosen = arguments.parse_args()
     about, rows = machine(), []
@@ -152,9 +155,9 @@ def main() -> int:
         known = KNOWN[name]
         accesses = load(Trace(chosen.traces / known.file, tokens=known.tokens))
         cells = references(known)
-        wanted = [(share, policy) for share in SHARES for policy in chosen.policy]
-        wanted += [(1.0, "lru")] if "lru" in chosen.policy else []
-        for share, policy in wanted:
+        for share, policy in product(chosen.share, chosen.policy):
+            if share == 1 and policy != "lru":
+                continue  # what evicts nothing is the same under all
             row = measure(name, accesses, policy, share, cells.get((share, policy)))
             rows.append(row)
             print(msgspec.json.encode(row).decode(), file=sys.stderr, flush=True)
