@@ -18,12 +18,7 @@ from tierkv.simulation.policies import contender
 from tierkv.simulation.result import Result, of_blocks
 from tierkv.simulation.traces import Accesses, Trace, load
 from tierkv_service.show import size
-
-BYTES_PER_TOKEN = 131_072
-"""Of Llama-3.1-8B in 16 bits, for sizes in bytes."""
-PLOTTED = ("lru", "arc-tail-first", "s3fifo-tail-first", "gdsf", "belady")
-SWEEP = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Capacities of a plot, as shares of the trace's distinct blocks."""
+from tierkv_service.sweep import BYTES_PER_TOKEN, sweep
 
 
 class Order(NamedTuple):
@@ -35,14 +30,6 @@ class Order(NamedTuple):
     plot: Path | None
     file_tokens: int | None
     tokens: int | None
-
-
-class Curve(NamedTuple):
-    """One policy over capacities: bytes, and the usable prefix as a share of accesses."""
-
-    policy: str
-    capacity_bytes: list[int]
-    prefix_hit: list[float]
 
 
 def run(order: Order, *, as_json: bool) -> int:
@@ -66,7 +53,8 @@ def run(order: Order, *, as_json: bool) -> int:
     if order.plot is not None:
         from tierkv_service.replay_plot import draw
 
-        order.plot.write_bytes(draw(trace.path.name, sweep(trace, accesses)))
+        panel = sweep(accesses, trace.tokens_per_block * BYTES_PER_TOKEN, watched)
+        order.plot.write_bytes(draw(trace.path.name, [panel]))
         if not as_json:
             console.print(f"drew {order.plot}", highlight=False)
     return 0
@@ -74,26 +62,9 @@ def run(order: Order, *, as_json: bool) -> int:
 
 def count(trace: Trace, accesses: Accesses, policy: str, capacity: int) -> Result:
     """Replay over one tier of so many equal blocks."""
-    counts = _watched(accesses, capacity, policy)
+    counts = watched(accesses, capacity, policy)
     block_bytes = trace.tokens_per_block * BYTES_PER_TOKEN
     return of_blocks(trace.path.name, policy, capacity, block_bytes, counts)
-
-
-def sweep(trace: Trace, accesses: Accesses) -> list[Curve]:
-    """Replay every plotted policy over rising capacities."""
-    capacities = [max(round(share * accesses.distinct), 1) for share in SWEEP]
-    block_bytes = trace.tokens_per_block * BYTES_PER_TOKEN
-    curves = []
-    for policy in PLOTTED:
-        found = [_watched(accesses, capacity, policy) for capacity in capacities]
-        curves.append(
-            Curve(
-                policy,
-                [capacity * block_bytes for capacity in capacities],
-                [each.prefix_hits / each.accesses for each in found],
-            )
-        )
-    return curves
 
 
 def show(result: Result, accesses: Accesses, capacity: int, console: Console) -> None:
@@ -118,7 +89,8 @@ def show(result: Result, accesses: Accesses, capacity: int, console: Console) ->
     console.print(table)
 
 
-def _watched(accesses: Accesses, capacity: int, policy: str) -> Counts:
+def watched(accesses: Accesses, capacity: int, policy: str) -> Counts:
+    """Replay with a progress bar."""
     with _progress(f"{policy}, {capacity:,} blocks") as tell:
         return blocks.replay(accesses, capacity, contender(policy), tell)
 

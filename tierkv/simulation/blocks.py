@@ -37,7 +37,7 @@ _SIZES = (1,)
 
 
 class Counts(NamedTuple):
-    """What a replay counted, in blocks; a decision is a block taken in, refused or dropped."""
+    """What a replay counted, in blocks."""
 
     requests: int
     accesses: int
@@ -51,8 +51,8 @@ class Counts(NamedTuple):
 
     @property
     def decisions(self) -> int:
-        """Return how often something was decided."""
-        return self.stored + self.refused + self.dropped
+        """Return how often a block was kept at a use, taken in, refused or given up."""
+        return self.accesses + self.dropped
 
 
 class Shelf:

@@ -6,6 +6,7 @@ from tierkv.fidelity import Fidelity
 from tierkv.simulation.blocks import Counts
 
 RAM = "host"
+COMPUTED = "computed"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -36,30 +37,31 @@ class Result(msgspec.Struct, kw_only=True, frozen=True):
     ttft_s: Spread | None = None
     ttft_full_prefill_s: Spread | None = None
     ttft_infinite_free_s: Spread | None = None
-    by_tier: dict[str, int]
-    """Block hits."""
-    by_class: dict[str, int]
-    """Block hits by the fidelity class of the copy."""
+    by_tier: dict[str, float]
+    """Of the accesses, those that hit a copy in this tier."""
+    by_class: dict[str, float]
+    """Of the accesses, those that hit a copy of this fidelity class, and what was `computed`."""
     written_bytes: dict[str, int]
     """By tier."""
     quality_loss_mean: float
     """KL in nats per token served."""
     seconds_per_million_decisions: float
-    """Of one core, measured; a decision takes a block in, refuses it or gives one up."""
+    """Of one core, measured; a decision keeps a block at a use, takes in, refuses or gives up."""
 
 
 def of_blocks(trace: str, policy: str, blocks: int, block_bytes: int, counts: Counts) -> Result:
     """Return the result of a block-count replay."""
+    hits = counts.block_hits / counts.accesses
     return Result(
         trace=trace,
         policy=policy,
         capacity_bytes={RAM: blocks * block_bytes},
         requests=counts.requests,
         accesses=counts.accesses,
-        block_hit=counts.block_hits / counts.accesses,
+        block_hit=hits,
         prefix_hit=counts.prefix_hits / counts.accesses,
-        by_tier={RAM: counts.block_hits},
-        by_class={Fidelity.EXACT.name.lower(): counts.block_hits},
+        by_tier={RAM: hits},
+        by_class={Fidelity.EXACT.name.lower(): hits, COMPUTED: 1 - hits},
         written_bytes={RAM: counts.stored * block_bytes},
         quality_loss_mean=0.0,
         seconds_per_million_decisions=counts.seconds / counts.decisions * 1e6,
