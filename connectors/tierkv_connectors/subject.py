@@ -117,14 +117,14 @@ class TransformersSubject:
 
     @torch.inference_mode()
     def proceed(self, kv: Kv, ids: torch.Tensor) -> torch.Tensor:
-        return self._run(ids, _cache_of(kv))
+        return self._run(ids, cache_of(kv))
 
     @torch.inference_mode()
     def watch(self, kv: Kv, ids: torch.Tensor) -> tuple[torch.Tensor, _Attention]:
         calls: list[_Call] = []
         _watching.append(calls)
         try:
-            return self._run(ids, _cache_of(kv)), _Attention(calls)
+            return self._run(ids, cache_of(kv)), _Attention(calls)
         finally:
             _watching.remove(calls)
 
@@ -135,7 +135,8 @@ class TransformersSubject:
         return logits
 
 
-def _cache_of(kv: Kv) -> DynamicCache:
+def cache_of(kv: Kv) -> DynamicCache:
+    """Return a cache that holds these keys and values, and keeps all of them."""
     cache = DynamicCache()
     for number, layer in enumerate(kv):
         cache.update(layer.keys, layer.values, number)

@@ -1,4 +1,4 @@
-"""Command line: `tierkv serve`, `tierkv stat`, `tierkv eval`, `tierkv replay`, `tierkv demo`.
+"""Command line: `tierkv serve`, `stat`, `eval`, `calibrate`, `replay` and `demo`.
 
 For people by default, `--json` for programs. What the caller must change is one line on standard
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
@@ -189,6 +189,33 @@ def replay(
 
     order = Order(trace, policy, blocks, plot, file_tokens, block_tokens)
     raise typer.Exit(run(order, as_json=as_json))
+
+
+@app.command()
+def calibrate(
+    *,
+    model: Annotated[Path, typer.Option("--model", help="Directory of a transformers model.")],
+    out: Annotated[Path, typer.Option("--out", help="The artifact to write.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text", help="A text of the kind that is served; may be given again. Else the lab's."
+        ),
+    ] = None,
+    ratios: Annotated[
+        str, typer.Option("--ratios", help="Levels of the progressive stream.")
+    ] = "4,8,16,32",
+    tokens: Annotated[int, typer.Option("--tokens", help="The most tokens to read.")] = 65536,
+) -> None:
+    """Make the artifact that kvtc profiles need: a basis and bit plans for one model.
+
+    Without --text the calibration texts of the quality lab are read: chapters of public domain
+    books, of Python's language reference, and modules of its standard library. Give text of every
+    kind and language that will be served; blocks of other kinds are stored by another codec.
+    """
+    from tierkv_service.calibrate import Order, run
+
+    raise typer.Exit(run(Order(model, out, tuple(text or ()), ratios, tokens)))
 
 
 class Engine(enum.StrEnum):

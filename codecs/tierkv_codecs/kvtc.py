@@ -1,0 +1,281 @@
+"""Codec `kvtc` (id 6): all layers and heads of a token through one calibrated transform.
+
+KVTC (arXiv 2511.01815) with a progressive stream. The features of a token (keys without RoPE, or
+values, of all layers and heads of the part) become coefficients in a global basis; a nested
+uniform quantiser makes them integers; calibrated probabilities make these bytes. Segment 0 is the
+coarsest level, each further one refines it, so any prefix of the segments is a payload. The first
+tokens of a sequence are stored exactly, in segment 0. `docs/FORMAT.md` section 11 has the bytes.
+
+A block that the calibration does not fit is refused (Unsuited), not ruined: the guard compares the
+error of some of its tokens, in the metric of the basis, with what held-out text had.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierkv_codecs.codec import CodecError, Place, Unsuited
+from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact, project
+from tierkv_codecs.kvtc_drift import drift, rounded, split
+from tierkv_codecs.kvtc_drift import features as drift_features
+from tierkv_codecs.kvtc_drift import level as drift_level
+from tierkv_codecs.kvtc_drift import tables as drift_tables
+from tierkv_codecs.kvtc_rows import rows_of, write_rows
+from tierkv_codecs.kvtc_stream import (
+    LANES,
+    MOST,
+    Level,
+    StreamError,
+    Tables,
+    decode,
+    encode,
+)
+from tierkv_codecs.tensors import bytes_of, check_out
+
+Stream = tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint16]]
+"""States, words and escapes."""
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+STREAMS = 3
+"""Keys, values, and the drift of the values."""
+HEAD = struct.Struct(f"<{2 * STREAMS}I")
+"""Words and escapes of each stream."""
+STATES = 4 * LANES
+BOUND_EXTRA = 1024
+GUARD = 2.0
+"""A block is refused when its error exceeds that of held-out text so many times."""
+GUARD_TOKENS = 16
+"""So many tokens, spread over the block, are looked at by the guard."""
+LAYERS_AT_ONCE = 5
+"""Layers are decoded in runs of so many, from the first."""
+
+
+@dataclass(frozen=True)
+class Kvtc:
+    """One artifact at one level; `levels` is how many segments are written."""
+
+    artifact_file: Artifact
+    levels: int
+    name: str
+    guard: float = GUARD
+    id: int = CODEC_ID
+    lossy: bool = True
+
+    @property
+    def artifact(self) -> bytes:
+        return self.artifact_file.digest
+
+    def bound(self, raw_bytes: int) -> int:
+        return raw_bytes + BOUND_EXTRA
+
+    def encode(self, block: torch.Tensor, out: torch.Tensor, place: Place) -> tuple[int, ...]:
+        check_out(out, self.bound(block.numel() * block.itemsize))
+        self._check(block, place)
+        sinks = place.sinks(block.shape[2])
+        exact = bytes_of(block[:, :, :sinks].cpu().contiguous()).numpy().tobytes()
+        means = self._means(block.device)
+        rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
+        indices = self._indices(rows)
+        pieces = [self._segment(indices, rows[1], number) for number in range(self.levels)]
+        pieces[0] = exact + pieces[0]
+        data = np.frombuffer(b"".join(pieces), np.uint8)
+        if data.size > self.bound(block.numel() * block.itemsize):
+            raise Unsuited("it does not shrink")
+        out[: data.size].numpy()[:] = data
+        return tuple(len(piece) for piece in pieces)
+
+    def decode(
+        self, payload: torch.Tensor, segments: tuple[int, ...], out: torch.Tensor, place: Place
+    ) -> None:
+        for _ in self.decode_layers(payload, segments, out, place):
+            pass
+
+    def decode_layers(
+        self, payload: torch.Tensor, segments: tuple[int, ...], out: torch.Tensor, place: Place
+    ) -> Iterator[int]:
+        """Decode from the first layer on; yield how many are complete, as soon as they are.
+
+        Raises: CodecError as `decode` does.
+        """
+        pieces = _cut(payload, segments, len(self.artifact_file.header.ratios))
+        self._check(out, place)
+        sinks = place.sinks(out.shape[2])
+        exact = out[:, :, :sinks].numel() * out.itemsize
+        if len(pieces[0]) < exact:
+            raise CodecError(f"{len(pieces[0])} bytes cannot hold {sinks} exact tokens")
+        out[:, :, :sinks] = _exact(pieces[0][:exact], out[:, :, :sinks])
+        pieces[0] = pieces[0][exact:]
+        level, streams = len(pieces) - 1, [_streams(piece) for piece in pieces]
+        coefficients = self._coefficients(streams, out.shape[2] - sinks, out.device)
+        ready = [self.artifact_file.ready(side, level) for side in (0, 1)]
+        means = self._means(out.device)
+        means = (means[0], means[1] + self._drift(streams[-1][2], level).to(out.device))
+        width = means[0].numel() // len(place.layers)
+        for start in range(0, len(place.layers), LAYERS_AT_ONCE):
+            stop = min(start + LAYERS_AT_ONCE, len(place.layers))
+            features = slice(start * width, stop * width)
+            keys, values = (
+                part.T @ of.synthesis[:, features].to(out.device)
+                for part, of in zip(coefficients, ready, strict=True)
+            )
+            write_rows(
+                (keys, values),
+                place.layers[start:stop],
+                place.position + sinks,
+                (means[0][features], means[1][features]),
+                out[start:stop, :, sinks:],
+            )
+            yield stop
+
+    def _check(self, block: torch.Tensor, place: Place) -> None:
+        header = self.artifact_file.header
+        part = self.artifact_file.part
+        if block.dtype not in DTYPES:
+            raise Unsuited(f"{str(block.dtype).removeprefix('torch.')} values are not coded")
+        if tuple(place.part) != tuple(part) or place.layers != header.layers:
+            raise Unsuited("its artifact is of other layers or heads")
+        shape = (len(header.layers), 2, part.head_stop - part.head_start, header.layers[0].k_dim)
+        if (*block.shape[:2], *block.shape[3:]) != shape or block.dim() != len(shape) + 1:
+            raise Unsuited("its shape is not that of its part")
+
+    def _means(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.artifact_file.sides
+        return keys.mean.to(device), values.mean.to(device)
+
+    def _indices(
+        self, rows: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+        """Return both sides' indices [rank, tokens]. Raises: Unsuited."""
+        found = []
+        for side, of_side in enumerate(rows):
+            coefficients = project(of_side, self.artifact_file.ready(side, self.levels - 1))
+            if not bool(coefficients[0].isfinite().all()):
+                raise Unsuited("it has values that are not finite")
+            whole = coefficients.round_().clamp_(-MOST, MOST).to(torch.int16).cpu().numpy()
+            self._watch(side, of_side, whole)
+            found.append(whole)
+        return found[0], found[1]
+
+    def _watch(self, side: int, rows: torch.Tensor, indices: NDArray[np.int16]) -> None:
+        """Compare the error that the block will have with that of calibration. Raises: Unsuited."""
+        if not len(rows):
+            return
+        artifact, level = self.artifact_file, self.levels - 1
+        picked = np.linspace(0, len(rows) - 1, min(GUARD_TOKENS, len(rows))).astype(np.int64)
+        some = rows[torch.from_numpy(picked)]
+        ready = artifact.ready(side, level)
+        restored = artifact.restored(side, level, artifact.coarse(side, level, indices[:, picked]))
+        coefficients = split(restored, len(ready.wide)).to(rows.device)
+        lost = some - (coefficients.T @ ready.synthesis.to(rows.device)).float()
+        error = weighted_energy(lost, artifact.sides[side].root).mean().item()
+        if error > self.guard * artifact.header.errors[level][side]:
+            raise Unsuited("it is out of the artifact's domain")
+
+    def _segment(
+        self, indices: Sequence[NDArray[np.int16]], values: torch.Tensor, number: int
+    ) -> bytes:
+        artifact, coded = self.artifact_file, []
+        for side in (0, 1):
+            level = artifact.level(side, number)
+            cut = Level(*(part[: len(indices[side])] for part in level))
+            coded.append(encode(indices[side], cut, artifact.tables[side]))
+        restored = artifact.restored(1, number, artifact.coarse(1, number, indices[1]))
+        ready, step = artifact.ready(1, number), artifact.header.drift_steps[number]
+        lost = rounded(drift(values, restored, artifact.sides[1], ready), step)
+        coded.append(encode(lost, drift_level(len(lost)), drift_tables(artifact.drift[number])))
+        head = [part.size for one in coded for part in one[1:]]
+        parts = [one[at].tobytes() for at in range(STREAMS) for one in coded]
+        return HEAD.pack(*head) + b"".join(parts)
+
+    def _coefficients(
+        self, segments: Sequence[Sequence[Stream]], tokens: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Return both sides' coefficients, bfloat16 [rank + 2 wide, tokens]. Raises: CodecError."""
+        found = []
+        for side, of_side in enumerate(self.artifact_file.sides):
+            coarse = np.zeros((len(of_side.basis), tokens), np.int32)
+            for number, streams in enumerate(segments):
+                level, tables = (
+                    self.artifact_file.level(side, number),
+                    self.artifact_file.tables[side],
+                )
+                _decode(coarse, level, tables, streams[side])
+            restored = self.artifact_file.restored(side, len(segments) - 1, coarse)
+            wide = len(self.artifact_file.ready(side, len(segments) - 1).wide)
+            found.append(split(restored.to(device), wide))
+        return found
+
+    def _drift(self, stream: Stream, level: int) -> torch.Tensor:
+        """Return what the values of the block have on average lost. Raises: CodecError."""
+        first, step = self.artifact_file.drift[level], self.artifact_file.header.drift_steps[level]
+        indices = np.zeros((len(first), 1), np.int32)
+        _decode(indices, drift_level(len(first)), drift_tables(first), stream)
+        return drift_features(indices, step, self.artifact_file.sides[1])
+
+
+def _decode(coarse: NDArray[np.int32], level: Level, tables: Tables, stream: Stream) -> None:
+    try:
+        decode(coarse, level, tables, *stream)
+    except StreamError:
+        raise CodecError("the payload is not one of this artifact") from None
+
+
+def codecs_of(artifact: Artifact) -> tuple[Kvtc, ...]:
+    """Return the codecs of an artifact, from the coarsest: `kvtc@32x`, `kvtc@16x`, ..."""
+    return tuple(
+        Kvtc(artifact, number + 1, f"kvtc@{ratio:g}x")
+        for number, ratio in enumerate(artifact.header.ratios)
+    )
+
+
+def weighted_energy(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the energy of each row [tokens], in squared steps, in the metric of the basis."""
+    heads, dim, _ = root.shape
+    apart = rows.view(-1, heads, dim).permute(1, 2, 0)
+    solved: torch.Tensor = torch.linalg.solve(root.to(rows.device), apart)
+    return solved.square().sum((0, 1))
+
+
+def _cut(payload: torch.Tensor, segments: tuple[int, ...], most: int) -> list[bytes]:
+    """Return the segments' bytes. Raises: CodecError."""
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+        raise CodecError("the payload must be a contiguous uint8 vector in host memory")
+    if payload.device.type != "cpu":
+        raise CodecError("the payload must lie in host memory")
+    if not 1 <= len(segments) <= most or min(segments) < 0 or sum(segments) != payload.numel():
+        raise CodecError(
+            f"the payload has {payload.numel()} bytes; its segments {segments} must be 1 to {most}"
+            " that add up to that"
+        )
+    data, start, pieces = payload.numpy(), 0, []
+    for length in segments:
+        pieces.append(data[start : start + length].tobytes())
+        start += length
+    return pieces
+
+
+def _exact(data: bytes, like: torch.Tensor) -> torch.Tensor:
+    if not data:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return raw.view(like.dtype).view(like.shape).to(like.device)
+
+
+def _streams(piece: bytes) -> list[Stream]:
+    """Return states, words and escapes of the streams. Raises: CodecError."""
+    start = HEAD.size + STREAMS * STATES
+    if len(piece) < start:
+        raise CodecError(f"a segment of {len(piece)} bytes is too short")
+    head = HEAD.unpack(piece[: HEAD.size])
+    if start + 2 * sum(head) != len(piece):
+        raise CodecError(f"a segment of {len(piece)} bytes does not have the lengths it claims")
+    states = np.frombuffer(piece, "<u4", STREAMS * LANES, HEAD.size).reshape(STREAMS, LANES)
+    ends = np.cumsum([0, *head[::2], *head[1::2]])
+    numbers = np.frombuffer(piece, "<u2", offset=start)
+    parts = [numbers[a:b] for a, b in pairwise(ends)]
+    return list(zip(states, parts[:STREAMS], parts[STREAMS:], strict=True))

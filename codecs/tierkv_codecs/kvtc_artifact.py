@@ -1,0 +1,335 @@
+"""The calibration artifact of `kvtc`: one file that says how to turn KV of one model into indices.
+
+A safetensors file (docs/FORMAT.md, section 11). Its digest, the SHA-256 of the file, is written in
+every frame that was made with it, and a frame is never read with another artifact.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from tierkv.errors import incompatible, invalid
+from tierkv.identity import Identity, LayerSpec
+from tierkv.part import Part
+from tierkv_codecs.kvtc_stream import (
+    FIRST_SYMBOLS,
+    NONE,
+    OFFSETS,
+    SHIFTS,
+    TOTAL,
+    Level,
+    Tables,
+    coarsened,
+)
+
+FORMAT = 1
+CODEC_ID = 6
+MOST_LEVELS = 8
+CENTRES = 3
+SIDES = ("k", "v")
+WIDE = 64.0
+"""Components of a larger standard deviation, in steps, are computed in float32: bf16 has 8 bits."""
+
+
+class ArtifactHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an artifact was made for and from.
+
+    `ratios` are the nominal ratios of the levels, from the coarsest; `realised` those that the
+    plan expects of held-out rows; `errors` is the mean squared error of a held-out token at each
+    level, in squared steps, per side. `drift_steps`: see `kvtc_drift`.
+    """
+
+    format: int
+    model: str
+    weights: str
+    part: tuple[int, ...]
+    layers: tuple[LayerSpec, ...]
+    ratios: tuple[float, ...]
+    realised: tuple[float, ...]
+    errors: tuple[tuple[float, float], ...]
+    step: float
+    drift_steps: tuple[float, ...]
+    tokens: int
+    text: str
+
+
+class Side(NamedTuple):
+    """Keys or values of a part: p features (layer, head, dim), r components, n levels.
+
+    mean: float32 [p]. basis: bfloat16 [r, p], rows that give coefficients in steps. wide: float32
+    [w, p], its first rows in full.
+    root: float32 [layers x heads, d, d], symmetric: features are root x their weighted form.
+    deviation: float32 [r], of coefficients in steps.
+    shifts: int8 [n, r], from the coarsest level on. start: int8 [r].
+    centres: uint8 [n, r, CENTRES]: where in its cell a reconstruction lies, in 1/255.
+    first, refine: int16, see `kvtc_stream.Tables`.
+    """
+
+    mean: torch.Tensor
+    basis: torch.Tensor
+    wide: torch.Tensor
+    root: torch.Tensor
+    deviation: torch.Tensor
+    shifts: torch.Tensor
+    start: torch.Tensor
+    centres: torch.Tensor
+    first: torch.Tensor
+    refine: torch.Tensor
+
+
+class Ready(NamedTuple):
+    """A side at one level, as encoding and decoding need it: its first `rank` components.
+
+    wide: float32 [w, p], the first rows of the basis. synthesis: bfloat16 [rank + 2w, p], from
+    coefficients to features; 2w rows repeat the first w and hold what bf16 has lost of them.
+    """
+
+    rank: int
+    basis: torch.Tensor
+    wide: torch.Tensor
+    synthesis: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """A calibration: its header, the sides K and V, and the digest of its file.
+
+    drift: int16 [n, p, FIRST_SYMBOLS], probabilities of the drift of values.
+    """
+
+    header: ArtifactHeader
+    sides: tuple[Side, Side]
+    drift: torch.Tensor
+    digest: bytes
+
+    @property
+    def part(self) -> Part:
+        """The part that it codes."""
+        return Part(*self.header.part)
+
+    def check(self, identity: Identity, part: Part) -> None:
+        """Refuse another model or shard; weights updated in place (its epoch) keep an artifact.
+
+        Raises: TierKVError (incompatible) naming what differs.
+        """
+        ours = (self.header.model, self.header.weights)
+        theirs = (identity.model, identity.weights)
+        if ours != theirs:
+            raise incompatible(
+                f"the artifact was calibrated for {ours}, not for {theirs}: run `tierkv calibrate`"
+            )
+        if tuple(self.header.part) != tuple(part):
+            raise incompatible(f"the artifact codes {self.part}, not {part}: calibrate this shard")
+        numbers = identity.groups[part.group][part.layer_start : part.layer_stop]
+        if self.header.layers != tuple(identity.layers[number] for number in numbers):
+            raise incompatible("the artifact's layers or their RoPE differ from the model's")
+
+    @functools.cached_property
+    def tables(self) -> tuple[Tables, Tables]:
+        """The probabilities of both sides."""
+        first, second = (
+            Tables(_u16(side.first), _u16(side.refine.reshape(-1, SHIFTS, 4)))
+            for side in self.sides
+        )
+        return first, second
+
+    def level(self, side: int, number: int) -> Level:
+        """Return what segment `number` does to a side."""
+        of = self.sides[side]
+        shifts = of.shifts.numpy()
+        before = np.full(shifts.shape[1], NONE, np.int8) if number == 0 else shifts[number - 1]
+        return Level(before, shifts[number], of.start.numpy())
+
+    def coarse(self, side: int, level: int, indices: NDArray[np.int16]) -> NDArray[np.int32]:
+        """Return a side's finest indices as they are at a level."""
+        return coarsened(indices, self.level(side, level).after[: len(indices)])
+
+    def restored(self, side: int, level: int, coarse: NDArray[np.int32]) -> torch.Tensor:
+        """Return the coefficients float32 [rank, tokens] that indices at a level stand for."""
+        ready, of_side = self.ready(side, level), self.sides[side]
+        values = np.empty((ready.rank, coarse.shape[1]), np.float32)
+        shifts, centres = of_side.shifts[level].numpy(), of_side.centres[level].numpy()
+        _values(coarse, shifts, centres, OFFSETS, values)
+        return torch.from_numpy(values)
+
+    @functools.cached_property
+    def _synthesis(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (_features(side.basis, side.root).bfloat16() for side in self.sides)
+        return first, second
+
+    @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
+    def ready(self, side: int, level: int) -> Ready:
+        """Return a side as `level` needs it."""
+        of = self.sides[side]
+        coded = (of.shifts[level] < NONE).nonzero()
+        rank = int(coded.max()) + 1 if len(coded) else 1
+        least = WIDE * 2 ** int(of.shifts[level].min())
+        wide = of.wide[: max(int((of.deviation[:rank] > least).sum()), 1)]
+        synthesis = self._synthesis[side]
+        lost = _features(wide, of.root) - synthesis[: len(wide)].float()
+        rows = (synthesis[:rank], synthesis[: len(wide)], lost.bfloat16())
+        return Ready(rank, of.basis[:rank], wide, torch.cat(rows))
+
+
+def project(rows: torch.Tensor, ready: Ready) -> torch.Tensor:
+    """Return coefficients float32 [rank, tokens], in steps, of centred rows [tokens, features]."""
+    basis, wide = ready.basis.to(rows.device), ready.wide.to(rows.device)
+    coefficients = (basis @ rows.bfloat16().T).float()
+    coefficients[: len(wide)] = wide @ rows.T
+    return coefficients
+
+
+@njit(nogil=True, cache=True)
+def _values(coarse, shifts, centres, offsets, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Fill float32 [rank, tokens] with the reconstruction of each index."""
+    for c in range(out.shape[0]):
+        shift = shifts[c]
+        if shift >= offsets.size:
+            out[c] = 0.0
+            continue
+        step = np.float32(1 << shift)
+        edge = np.float32(offsets[shift]) + np.float32(0.5)
+        for t in range(out.shape[1]):
+            index = coarse[c, t]
+            magnitude = abs(index)
+            if magnitude == 0:
+                out[c, t] = 0.0
+            else:
+                centre = np.float32(centres[c, min(magnitude, CENTRES) - 1]) / np.float32(255)
+                value = (np.float32(magnitude) + centre) * step - edge
+                out[c, t] = value if index > 0 else -value
+
+
+def _u16(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    array: NDArray[np.uint16] = tensor.contiguous().numpy().view(np.uint16)
+    return array
+
+
+def _features(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return float32 [n, p]: what one step along each row of a basis means in features."""
+    heads, dim, _ = root.shape
+    apart = rows.float().view(-1, heads, dim).transpose(0, 1)
+    return torch.bmm(torch.bmm(apart, root), root).transpose(0, 1).reshape(len(rows), -1)
+
+
+def pack(header: ArtifactHeader, sides: tuple[Side, Side], drift: torch.Tensor) -> bytes:
+    """Return the file of an artifact; the same content gives the same bytes."""
+    tensors = {
+        f"{name}.{field}": tensor.contiguous()
+        for name, side in zip(SIDES, sides, strict=True)
+        for field, tensor in side._asdict().items()
+    }
+    tensors["v.drift"] = drift.contiguous()
+    return save(tensors, {"tierkv.kvtc": msgspec.json.encode(header).decode()})
+
+
+def read(path: Path) -> Artifact:
+    """Read an artifact. Raises: TierKVError (invalid or incompatible) saying what is wrong."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise invalid(f"the artifact {path} cannot be read ({error.strerror})") from error
+    return unpack(data, str(path))
+
+
+def unpack(data: bytes, name: str = "artifact") -> Artifact:
+    """Return the artifact in a file's bytes. Raises: TierKVError (invalid or incompatible)."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        text = msgspec.json.decode(data[8 : 8 + size])["__metadata__"]["tierkv.kvtc"]
+        number = msgspec.json.decode(text)["format"]
+        if number != FORMAT:
+            raise incompatible(f"{name} has artifact format {number}; this version reads {FORMAT}")
+        header = msgspec.json.decode(text, type=ArtifactHeader)
+        tensors = load(data)
+        sides = _sides(tensors, header)
+        drift = _drift(tensors["v.drift"], header, sides[1])
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
+        raise invalid(
+            f"{name} is not a calibration artifact ({error}): make one with `tierkv calibrate`"
+        ) from error
+    return Artifact(header, sides, drift, hashlib.sha256(data).digest())
+
+
+def _sides(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> tuple[Side, Side]:
+    """Return both sides. Raises: ValueError for tensors of other shapes than the header's."""
+    part = Part(*header.part)
+    blocks = len(header.layers) * (part.head_stop - part.head_start)
+    levels = len(header.ratios)
+    if not 1 <= levels <= MOST_LEVELS or not levels == len(header.realised) == len(header.errors):
+        raise ValueError(f"{levels} levels")
+    first, second = (
+        _side({field: tensors[f"{name}.{field}"] for field in Side._fields}, blocks, dim, levels)
+        for name, dim in zip(SIDES, (header.layers[0].k_dim, header.layers[0].v_dim), strict=True)
+    )
+    return first, second
+
+
+def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, levels: int) -> Side:
+    rank = len(tensors["basis"])
+    expected = {
+        "mean": ((blocks * dim,), torch.float32),
+        "basis": ((rank, blocks * dim), torch.bfloat16),
+        "wide": ((len(tensors["wide"]), blocks * dim), torch.float32),
+        "root": ((blocks, dim, dim), torch.float32),
+        "deviation": ((rank,), torch.float32),
+        "shifts": ((levels, rank), torch.int8),
+        "start": ((rank,), torch.int8),
+        "centres": ((levels, rank, CENTRES), torch.uint8),
+        "first": ((rank, FIRST_SYMBOLS), torch.int16),
+        "refine": ((rank, SHIFTS * 4), torch.int16),
+    }
+    for field, (shape, dtype) in expected.items():
+        found = tensors[field]
+        if tuple(found.shape) != shape or found.dtype != dtype or not rank:
+            raise ValueError(f"{field} is {found.dtype} {tuple(found.shape)}, not {dtype} {shape}")
+    shifts, start = tensors["shifts"], tensors["start"]
+    coded = shifts[-1] < NONE
+    sound = [
+        1 <= len(tensors["wide"]) <= rank,
+        shifts.min() >= 0 and shifts.max() <= NONE and start.min() >= 0,
+        bool((shifts[1:] <= shifts[:-1]).all()),
+        bool((start[coded] < SHIFTS).all()),
+        # A component starts no finer than the first level that codes it.
+        bool((start >= torch.where(shifts < NONE, shifts, 0).amax(0))[coded].all()),
+        _are_probabilities(tensors["first"], tensors["refine"].view(-1, SHIFTS, 4)),
+        all(bool(tensors[field].isfinite().all()) for field in ("mean", "basis", "wide", "root")),
+    ]
+    if not all(sound):
+        raise ValueError("its plan or its probabilities are not sound")
+    return Side(**tensors)
+
+
+def _drift(drift: torch.Tensor, header: ArtifactHeader, values: Side) -> torch.Tensor:
+    """Return the drift's probabilities. Raises: ValueError for others than can be decoded."""
+    shape = (len(header.ratios), len(values.mean), FIRST_SYMBOLS)
+    steps = torch.tensor(header.drift_steps)
+    if tuple(drift.shape) != shape or drift.dtype != torch.int16 or len(steps) != shape[0]:
+        raise ValueError(f"drift is {drift.dtype} {tuple(drift.shape)}, not int16 {shape}")
+    whole = (drift.to(torch.int32).sum(-1) == TOTAL).all() and drift.min() >= 1
+    if not (whole and bool((steps > 0).all()) and bool(steps.isfinite().all())):
+        raise ValueError("the probabilities of its drift are not sound")
+    return drift
+
+
+def _are_probabilities(first: torch.Tensor, refine: torch.Tensor) -> bool:
+    """Say whether every symbol has a share of TOTAL, so that decoding cannot leave its ranges."""
+    zero, negative, one, more = refine.to(torch.int32).unbind(-1)
+    return bool(
+        (first.min() >= 1)
+        and (first.to(torch.int32).sum(-1) == TOTAL).all()
+        and (refine.min() >= 1)
+        and (zero + negative < TOTAL).all()
+        and (torch.maximum(one, more) < TOTAL).all()
+    )

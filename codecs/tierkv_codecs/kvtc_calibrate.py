@@ -1,0 +1,355 @@
+"""Calibration of `kvtc`: from the KV of some text to an artifact.
+
+The basis is that of a principal component analysis in a metric. An error e in the keys (or values)
+of one head costs about e' F e of KL divergence, where F is the second moment of the gradient of the
+model's own log likelihood with respect to them (of sums of gradients where tokens err alike).
+Features are weighted by the square root of F of their head, so that the squared error of
+coefficients, which the plan minimises and to which one step for all of them is best, is the KL that
+it costs; keys and values share one budget.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from tierkv.errors import invalid
+from tierkv_codecs import kvtc_plan
+from tierkv_codecs.kvtc_artifact import WIDE, Artifact, ArtifactHeader, Side, pack, project
+from tierkv_codecs.kvtc_drift import drift
+from tierkv_codecs.kvtc_measure import Measured, first_table, measure, probabilities, refine_table
+from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, MOST, NONE, SHIFTS
+
+HEADROOM = 1.16
+"""A level's budget is what its ratio leaves, less this factor: `kvtc@8x` realises about 9 (as in
+the paper, whose entropy stage comes on top of the nominal ratio), text of other documents included.
+"""
+RIDGE = 0.1
+"""Share of its mean that is added to a metric's diagonal: no direction is without weight."""
+HELD = 8
+"""One row in so many, in runs of whole sequences, is held out."""
+DRIFT_BLOCK, DRIFT_BLOCKS = 128, 256
+"""Drift is measured on so many blocks of so many tokens."""
+DRIFT_STEP = 1.5
+"""Drift is rounded to so many times its root mean square: about a bit and a half each."""
+SLAB = 512
+SMALL = 8192
+"""Up to so many features the covariance is decomposed exactly, beyond by randomised SVD."""
+SEED = 1
+FAINT = 0.35
+"""Components of a smaller standard deviation, in steps, are never worth a bit."""
+SAMPLED = 16
+"""One component in so many is looked at to find the step."""
+SLOPE = np.log(2) / 6
+"""Squared steps of error that a bit saves in a uniform quantiser of many cells."""
+FIRST_RANGE = 3.0
+"""A component starts at the shift where its standard deviation is at most so many steps."""
+
+Progress = Callable[[str, float], None]
+
+
+class Rows(NamedTuple):
+    """Calibration KV of one part: float16 [rows, features] of both sides, and their metrics.
+
+    metrics: float32 [layers x heads, d, d] of both sides. held: bool [rows], set for the sequences
+    that the basis must not see.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    metrics: tuple[torch.Tensor, torch.Tensor]
+    held: torch.Tensor
+
+
+class Basis(NamedTuple):
+    """A side's principal components: weights W [blocks, d, d], their inverse, and vectors."""
+
+    mean: torch.Tensor
+    weight: torch.Tensor
+    unweight: torch.Tensor
+    variances: torch.Tensor
+    vectors: torch.Tensor
+
+
+def calibrate(rows: Rows, header: ArtifactHeader, progress: Progress) -> bytes:
+    """Return the file of the artifact; `realised`, `errors` and `step` of `header` are replaced.
+
+    Raises: TierKVError (invalid) when there are too few rows.
+    """
+    features = rows.keys.shape[1]
+    train = int((~rows.held).sum())
+    if train < features or not bool(rows.held.any()):
+        raise invalid(
+            f"{train} tokens cannot give a basis of {features} features: give text of at least"
+            f" {2 * features} tokens, in sequences of which one in {HELD} is held out"
+        )
+    bases: list[Basis] = []
+    for values, metric in zip((rows.keys, rows.values), rows.metrics, strict=True):
+
+        def on_step(done: float, before: int = len(bases)) -> None:
+            progress("basis", (before + done) / 2)
+
+        bases.append(fit(values, metric, rows.held, on_step))
+    budgets = [32 * features / (ratio * HEADROOM) for ratio in header.ratios]
+    return plan(rows, bases, budgets, header, progress)
+
+
+def plan(
+    rows: Rows,
+    bases: Sequence[Basis],
+    budgets: Sequence[float],
+    header: ArtifactHeader,
+    progress: Progress,
+) -> bytes:
+    """Return the artifact for given bases and budgets (bits per token), from the coarsest."""
+    step = _step((rows.keys, rows.values), bases, rows.held, budgets[-1])
+    sides, measured = [], []
+    for at, (values, basis) in enumerate(zip((rows.keys, rows.values), bases, strict=True)):
+        of = _measured(values, basis, step, rows.held)
+        progress("errors", (at + 1) / 2)
+        measured.append(of)
+    shifts = nested_plans([(of.error, of.bits) for of in measured], budgets)
+    progress("plan", 1.0)
+    for basis, of, plans in zip(bases, measured, shifts, strict=True):
+        sides.append(_side(basis, of, plans, step))
+    errors = np.stack(
+        [
+            _errors(values[rows.held], basis, of, plans, step)
+            for values, basis, of, plans in zip(
+                (rows.keys, rows.values), bases, measured, shifts, strict=True
+            )
+        ],
+        axis=1,
+    )
+    realised = tuple(
+        32
+        * rows.keys.shape[1]
+        / sum(_bits(of, plans[level]) for of, plans in zip(measured, shifts, strict=True))
+        for level in range(len(budgets))
+    )
+    found = msgspec.structs.replace(
+        header, errors=tuple(map(tuple, errors.tolist())), realised=realised, step=step
+    )
+    return _with_drift(found, (sides[0], sides[1]), rows)
+
+
+def fit(
+    values: torch.Tensor,
+    metric: torch.Tensor,
+    held: torch.Tensor,
+    progress: Callable[[float], None],
+) -> Basis:
+    """Return the principal components of the rows that are not held out, in a metric."""
+    train = values[~held]
+    mean = train.float().mean(0)
+    weight, unweight = weights(metric)
+    vectors, variances = (
+        _exact_components if values.shape[1] <= SMALL else _randomised_components
+    )(train, mean, weight, progress)
+    return Basis(mean, weight, unweight, variances, vectors)
+
+
+def weights(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the square roots of metrics [blocks, d, d], made definite, and their inverses."""
+    dim = metric.shape[1]
+    scale = metric.diagonal(dim1=1, dim2=2).mean(1).double()
+    ridge = RIDGE * scale + 0.01 * RIDGE * scale.mean() + torch.finfo(torch.float32).tiny
+    definite = metric.double() + ridge[:, None, None] * torch.eye(dim, dtype=torch.double)
+    found, vectors = torch.linalg.eigh(definite)
+    roots = found.clamp_min(1e-30).sqrt()[:, None, :]
+    return (
+        (vectors * roots @ vectors.transpose(1, 2)).float(),
+        (vectors / roots @ vectors.transpose(1, 2)).float(),
+    )
+
+
+def weighted(rows: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return centred and weighted rows, float32 [rows, features]."""
+    blocks, dim, _ = weight.shape
+    apart = (rows.float() - mean).view(-1, blocks, dim).transpose(0, 1)
+    return torch.bmm(apart, weight).transpose(0, 1).reshape(len(rows), -1)
+
+
+def _exact_components(
+    train: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor, progress: Callable[[float], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    features = train.shape[1]
+    gram = torch.zeros(features, features)
+    for start in range(0, len(train), 4096):
+        some = weighted(train[start : start + 4096], mean, weight)
+        gram.addmm_(some.T, some)
+        progress(0.7 * min(start + 4096, len(train)) / len(train))
+    variances, vectors = torch.linalg.eigh(gram / len(train))
+    progress(1.0)
+    return vectors.flip(1).contiguous(), variances.flip(0).clamp_min(0)
+
+
+def _randomised_components(
+    train: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor, progress: Callable[[float], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Randomised SVD (Halko et al., arXiv 0909.4061) with 8 power iterations, a block at a time."""
+    features, iterations = train.shape[1], 8
+    rank = min(SMALL, len(train), features)
+    generator = torch.Generator().manual_seed(SEED)
+    basis = torch.randn(features, rank, generator=generator)
+    for turn in range(iterations + 1):
+        basis = torch.linalg.qr(basis).Q
+        product = torch.zeros(features, rank)
+        for start in range(0, len(train), 4096):
+            some = weighted(train[start : start + 4096], mean, weight)
+            product.addmm_(some.T, some @ basis)
+        if turn < iterations:
+            basis = product
+        progress((turn + 1) / (iterations + 1))
+    variances, vectors = torch.linalg.eigh(basis.T @ product / len(train))
+    return (basis @ vectors.flip(1)).contiguous(), variances.flip(0).clamp_min(0)
+
+
+def coefficients(values: torch.Tensor, basis: Basis, step: float, part: slice) -> torch.Tensor:
+    """Return coefficients float32 [components, rows], in steps, of some components."""
+    vectors = (basis.vectors[:, part] / step).T.contiguous()
+    wide = int((basis.variances[part].sqrt() > WIDE * step).sum())
+    narrow = vectors.bfloat16()
+    out = torch.empty(len(vectors), len(values))
+    for start in range(0, len(values), 4096):
+        some = weighted(values[start : start + 4096], basis.mean, basis.weight)
+        found = out[:, start : start + 4096]
+        found[wide:] = narrow[wide:] @ some.T.bfloat16()
+        found[:wide] = vectors[:wide] @ some.T
+    return out
+
+
+def _measured(values: torch.Tensor, basis: Basis, step: float, held: torch.Tensor) -> Measured:
+    rank = max(int((basis.variances.sqrt() > FAINT * step).sum()), 1)
+    found = []
+    for start in range(0, rank, SLAB):
+        part = slice(start, min(start + SLAB, rank))
+        rows = coefficients(values, basis, step, part)
+        found.append(measure(rows[:, ~held].numpy(), rows[:, held].numpy()))
+    return Measured(
+        np.concatenate([of.error for of in found]),
+        np.concatenate([of.bits for of in found]),
+        np.concatenate([of.centres for of in found]),
+        [counts for of in found for counts in of.counts],
+    )
+
+
+def _step(
+    sides: Sequence[torch.Tensor], bases: Sequence[Basis], held: torch.Tensor, budget: float
+) -> float:
+    """Return the step at which one step for every component that is worth it takes the budget.
+
+    Found on a sample of components and rows. Where all steps are equal error is least, so the
+    finest level is nearly free of a mixture, and by powers of two the coarser ones are close.
+    """
+    samples, rows = [], torch.cat([held.nonzero()[:4096, 0], (~held).nonzero()[:8192, 0]])
+    for values, basis in zip(sides, bases, strict=True):
+        some = weighted(values[rows], basis.mean, basis.weight)
+        samples.append((some @ basis.vectors[:, SAMPLED // 2 :: SAMPLED]).T.contiguous())
+    seen = min(int(held.sum()), 4096)
+    sample = torch.cat(samples)
+    low, high = (float(sample.std(1).max()) * 2.0**power for power in (-30, 2))
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        scaled = (sample / middle).numpy()
+        of = measure(scaled[:, seen:], scaled[:, :seen])
+        worth = of.error[:, NONE] - of.error[:, 0] > SLOPE * of.bits[:, 0]
+        if SAMPLED * float(of.bits[worth, 0].sum()) > budget:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def nested_plans(
+    choices: Sequence[tuple[np.ndarray, np.ndarray]], budgets: Sequence[float]
+) -> list[np.ndarray]:
+    """Return shifts int8 [levels, components] of each side: every level refines the one before."""
+    unit = max(1, round(sum(len(error) for error, _ in choices) / 12000))
+    plans: list[list[np.ndarray]] = [[] for _ in choices]
+    current = [kvtc_plan.Choices(*of) for of in choices]
+    for budget in budgets:
+        units = int(budget / unit)
+        tables = [kvtc_plan.solve(of, units, unit) for of in current]
+        shares = kvtc_plan.split(tables[0], tables[1], units)
+        for side, (table, share) in enumerate(zip(tables, shares, strict=True)):
+            shifts = table.plan(share)
+            if plans[side]:
+                shifts = np.minimum(shifts, plans[side][-1])
+            plans[side].append(shifts)
+            current[side] = kvtc_plan.Choices(*choices[side]).nested(shifts)
+    return [np.stack(of) for of in plans]
+
+
+def _with_drift(header: ArtifactHeader, sides: tuple[Side, Side], rows: Rows) -> bytes:
+    """Return the file with the drift of blocks of calibration values measured, level by level."""
+    shape = (len(header.ratios), len(sides[1].mean), FIRST_SYMBOLS)
+    artifact = Artifact(header, sides, torch.zeros(shape, dtype=torch.int16), b"")
+    blocks = rows.values[: len(rows.values) // DRIFT_BLOCK * DRIFT_BLOCK].split(DRIFT_BLOCK)
+    found: list[list[torch.Tensor]] = [[] for _ in header.ratios]
+    for block in blocks[:: max(len(blocks) // DRIFT_BLOCKS, 1)]:
+        values = block.float() - sides[1].mean
+        finest = project(values, artifact.ready(1, len(header.ratios) - 1))
+        indices = finest.round().clamp(-MOST, MOST).to(torch.int16).numpy()
+        for level, into in enumerate(found):
+            restored = artifact.restored(1, level, artifact.coarse(1, level, indices))
+            into.append(drift(values, restored, sides[1], artifact.ready(1, level)))
+    weighted_drift = [torch.stack(into) for into in found]
+    steps = [max(DRIFT_STEP * float(part.square().mean().sqrt()), 1e-6) for part in weighted_drift]
+    tables = np.zeros(shape)
+    for part, step, table in zip(weighted_drift, steps, tables, strict=True):
+        whole = (part / step).round().clamp(-ESCAPE, ESCAPE).to(torch.int64).numpy() + ESCAPE
+        for row in whole:
+            table[np.arange(len(row)), row] += 1
+    drift_table = torch.from_numpy(probabilities(tables).astype(np.int16))
+    return pack(msgspec.structs.replace(header, drift_steps=tuple(steps)), sides, drift_table)
+
+
+def _bits(of: Measured, shifts: np.ndarray) -> float:
+    index = shifts[:, None].astype(np.int64)
+    return float(np.take_along_axis(of.bits, index, 1).sum())
+
+
+def _side(basis: Basis, of: Measured, shifts: np.ndarray, step: float) -> Side:
+    coded = np.flatnonzero(shifts[-1] < NONE)
+    rank = int(coded.max()) + 1 if len(coded) else 1
+    shifts = shifts[:, :rank]
+    deviation = basis.variances[:rank].sqrt().numpy() / step
+    natural = np.ceil(np.log2(np.maximum(deviation / FIRST_RANGE, 1.0)))
+    coarsest = np.where(shifts < NONE, shifts, 0).max(0)
+    start = np.minimum(np.maximum(natural, coarsest), SHIFTS - 1).astype(np.int8)
+    picked = np.minimum(shifts, SHIFTS - 1).astype(np.int64)
+    centres = np.stack([of.centres[np.arange(rank), level] for level in picked])
+    vectors = basis.vectors[:, :rank].T.contiguous()
+    blocks, dim, _ = basis.weight.shape
+    apart = vectors.view(rank, blocks, dim).transpose(0, 1)
+    rows = torch.bmm(apart, basis.weight).transpose(0, 1).reshape(rank, -1) / step
+    counts = of.counts[:rank]
+    return Side(
+        mean=basis.mean,
+        basis=rows.bfloat16(),
+        wide=rows[: max(int((deviation > WIDE).sum()), 1)],
+        root=basis.unweight * step,
+        deviation=torch.from_numpy(deviation.astype(np.float32)),
+        shifts=torch.from_numpy(shifts.astype(np.int8)),
+        start=torch.from_numpy(start),
+        centres=torch.from_numpy(centres),
+        first=torch.from_numpy(first_table(counts, start).astype(np.int16)),
+        refine=torch.from_numpy(refine_table(counts).astype(np.int16).reshape(rank, -1)),
+    )
+
+
+def _errors(
+    held: torch.Tensor, basis: Basis, of: Measured, shifts: np.ndarray, step: float
+) -> np.ndarray:
+    """Return the mean squared error of a held-out row at each level, in squared steps."""
+    whole = sum(
+        float(weighted(held[start : start + 4096], basis.mean, basis.weight).square().sum())
+        for start in range(0, len(held), 4096)
+    )
+    outside = max(whole / step**2 / len(held) - float(of.error[:, NONE].sum()), 0.0)
+    index = shifts.astype(np.int64)
+    cut = [np.take_along_axis(of.error, level[:, None], 1).sum() for level in index]
+    return outside + np.array(cut)

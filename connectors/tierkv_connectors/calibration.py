@@ -1,0 +1,130 @@
+"""What a calibration learns from a transformers model: KV of text, and what errors in it cost."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tierkv.errors import invalid
+from tierkv.identity import Identity
+from tierkv.part import Part
+from tierkv_codecs.codec import SINKS
+from tierkv_codecs.kvtc_calibrate import HELD, Rows
+from tierkv_codecs.lab.subject import Kv, LayerKv
+from tierkv_codecs.rope import unrope
+from tierkv_connectors.subject import TransformersSubject, cache_of
+from tierkv_connectors.transformers_identity import TOKENS_PER_BLOCK
+
+CONTEXT, CONTINUATION = 1024, 128
+GRADIENTS = 32
+"""Sequences whose gradients are taken; more changes the metric little."""
+ALIKE = 0.05
+"""Share of the error's energy that is the same for all tokens of a block, as was measured."""
+SEED = 1
+
+Progress = Callable[[str, float], None]
+
+
+class CalibrationSubject(TransformersSubject):
+    """A model that also says how its predictions depend on the KV of their prefix."""
+
+    def gradients(self, kv: Kv, ids: torch.Tensor, generator: torch.Generator) -> Kv:
+        """Return the gradient of the log likelihood of a continuation with respect to KV.
+
+        Args:
+            kv: of the prefix.
+            ids: [1, token], the continuation; each next token is drawn from the model's own
+                prediction, so that the mean of squared gradients is the curvature of the KL
+                divergence (the Fisher information).
+            generator: for the draws.
+        """
+        leaves = [LayerKv(*(side.clone().requires_grad_() for side in layer)) for layer in kv]
+        predicted = self._run(ids, cache_of(leaves))[0].log_softmax(-1)
+        drawn = torch.multinomial(predicted.detach().exp(), 1, generator=generator)
+        predicted.gather(1, drawn).sum().backward()
+        return [
+            LayerKv(*(torch.zeros_like(side) if side.grad is None else side.grad for side in layer))
+            for layer in leaves
+        ]
+
+
+def sequences_of(documents: Sequence[Sequence[int]], tokens: int) -> list[torch.Tensor]:
+    """Cut tokenised documents into sequences; documents take turns until there are `tokens`.
+
+    Raises: TierKVError (invalid): the documents are too short.
+    """
+    size = CONTEXT + CONTINUATION
+    cut = [
+        [torch.tensor(ids[at : at + size]) for at in range(0, len(ids) - size + 1, size)]
+        for ids in documents
+    ]
+    turns = max(map(len, cut), default=0)
+    found = [one[turn] for turn in range(turns) for one in cut if turn < len(one)]
+    if len(found) < HELD:
+        raise invalid(
+            f"the text gives {len(found)} sequences of {size} tokens, at least {HELD} are needed:"
+            " give longer or more files"
+        )
+    return found[: max(-(-tokens // (CONTEXT - SINKS)), HELD)]
+
+
+def part_of(identity: Identity) -> Part:
+    """Return the part that an artifact of this model codes. Raises: TierKVError (invalid)."""
+    if len(identity.groups) > 1:
+        raise invalid(
+            f"{identity.model} has {len(identity.groups)} KV groups (layers of different windows or"
+            " sizes); kvtc calibrates models of one group: use int8 or int4 for this one"
+        )
+    if any(layer.k_dim != layer.v_dim for layer in identity.layers):
+        raise invalid(
+            f"{identity.model} has keys and values of different sizes: kvtc cannot code it"
+        )
+    return Part.whole(identity)
+
+
+def capture(
+    subject: CalibrationSubject, sequences: Sequence[torch.Tensor], progress: Progress
+) -> Rows:
+    """Run the model over sequences; one in HELD is held out from the basis."""
+    layers = subject.identity.layers
+    count, every = CONTEXT - SINKS, max(len(sequences) // GRADIENTS, 1)
+    rows: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    sums: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(SEED)
+    for number, ids in enumerate(sequences):
+        kv = subject.prefill(ids[None, :CONTEXT])
+        for side, values in zip(rows, _flat(kv, slice(SINKS, CONTEXT), subject), strict=True):
+            side.append(values.transpose(0, 1).reshape(count, -1).half())
+        if number % every == 0:
+            slopes = subject.gradients(kv, ids[None, CONTEXT:], generator)
+            coded = slice(SINKS, CONTEXT - CONTINUATION)
+            found = _flat(slopes, coded, subject)
+            moments = [_moments(side) for side in found]
+            sums = [old + new for old, new in zip(sums, moments, strict=True)] if sums else moments
+        progress("reading", (number + 1) / len(sequences))
+    used = len(range(0, len(sequences), every)) * (CONTEXT - CONTINUATION - SINKS)
+    held = torch.arange(len(sequences) * count) // count % HELD == HELD - 1
+    keys, values = (torch.cat(side) for side in rows)
+    assert len(layers) == len(sums[0]) // layers[0].kv_heads
+    return Rows(keys, values, (sums[0] / used, sums[1] / used), held)
+
+
+def _moments(slopes: torch.Tensor) -> torch.Tensor:
+    """Return the metric, [layers x heads, d, d], of gradients [layer, token, head, dim], summed.
+
+    Errors of tokens are taken as alike in a share of ALIKE within a block: of these the gradients
+    add up before they are squared.
+    """
+    blocks = [part.sum(1, keepdim=True) for part in slopes.split(TOKENS_PER_BLOCK, dim=1)]
+    sums = torch.cat(blocks, 1)
+    apart, together = (
+        torch.einsum("lthi,lthj->lhij", part, part).flatten(0, 1) for part in (slopes, sums)
+    )
+    return apart + ALIKE * together
+
+
+def _flat(kv: Kv, span: slice, subject: CalibrationSubject) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys without RoPE and values, float32 [layer, token, head, dim], of some tokens."""
+    keys, values = (
+        torch.stack([layer[side][0].detach() for layer in kv]).transpose(1, 2) for side in (0, 1)
+    )
+    return unrope(keys, subject.identity.layers, 0)[:, span], values[:, span].float()

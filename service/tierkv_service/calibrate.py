@@ -1,0 +1,130 @@
+"""`tierkv calibrate`: an artifact of `kvtc` from a model directory and text, with progress."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from tierkv.errors import invalid
+from tierkv_codecs.kvtc_artifact import FORMAT, MOST_LEVELS, Artifact, ArtifactHeader, unpack
+from tierkv_codecs.kvtc_calibrate import calibrate
+from tierkv_codecs.lab.texts import Document, calibration_texts, digest
+from tierkv_connectors.calibration import CalibrationSubject, capture, part_of, sequences_of
+
+LEAST_RATIO, MOST_RATIO = 2.0, 128.0
+
+
+class Order(NamedTuple):
+    """What `tierkv calibrate` was asked for. No texts: those of the lab."""
+
+    model: Path
+    out: Path
+    texts: tuple[Path, ...] = ()
+    ratios: str = "4,8,16,32"
+    tokens: int = 65536
+
+
+def run(order: Order) -> int:
+    """Calibrate, write the artifact and say what it is. Raises: TierKVError: what to change."""
+    ratios = _ratios(order.ratios)
+    documents = [_read(path) for path in order.texts] or calibration_texts()
+    if not order.out.parent.is_dir():
+        raise invalid(f"{order.out.parent} is no folder: make it, or give another --out")
+    transformers_logging.disable_progress_bar()
+    started = time.monotonic()
+    subject = CalibrationSubject(order.model)
+    part = part_of(subject.identity)
+    sequences = sequences_of([subject.tokens(one.text) for one in documents], order.tokens)
+    with _progress() as on_step:
+        rows = capture(subject, sequences, on_step)
+        header = ArtifactHeader(
+            format=FORMAT,
+            model=subject.identity.model,
+            weights=subject.identity.weights,
+            part=tuple(part),
+            layers=subject.identity.layers,
+            ratios=ratios,
+            realised=(0.0,) * len(ratios),
+            errors=((0.0, 0.0),) * len(ratios),
+            step=0.0,
+            drift_steps=(1.0,) * len(ratios),
+            tokens=len(rows.keys),
+            text=digest(documents),
+        )
+        data = calibrate(rows, header, on_step)
+    _write(order.out, data)
+    _show(unpack(data), order.out, len(data), time.monotonic() - started, Console())
+    return 0
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    """Return ratios from the coarsest. Raises: TierKVError (invalid)."""
+    try:
+        found = sorted({float(part) for part in text.split(",")}, reverse=True)
+    except ValueError:
+        found = []
+    sound = found and found[-1] >= LEAST_RATIO and found[0] <= MOST_RATIO
+    if not sound or len(found) > MOST_LEVELS:
+        raise invalid(
+            f"--ratios {text!r} is not a list of 1 to {MOST_LEVELS} ratios from {LEAST_RATIO:g} to"
+            f" {MOST_RATIO:g}, for example 4,8,16,32"
+        )
+    return tuple(found)
+
+
+def _read(path: Path) -> Document:
+    try:
+        return Document("given", path.name, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace the file as a whole: an artifact that is cut off would be refused everywhere."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Show progress on standard error: a bar for each stage."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as shown:
+        tasks = {
+            name: shown.add_task(name, total=1.0, start=False)
+            for name in ("reading", "basis", "errors", "plan")
+        }
+
+        def on_step(name: str, share: float) -> None:
+            shown.start_task(tasks[name])
+            shown.update(tasks[name], completed=share)
+
+        yield on_step
+
+
+def _show(artifact: Artifact, path: Path, size: int, seconds: float, console: Console) -> None:
+    header = artifact.header
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("profile", no_wrap=True)
+    for head in ("expected ratio", "components K", "components V"):
+        table.add_column(head, justify="right")
+    for level, (ratio, realised) in enumerate(zip(header.ratios, header.realised, strict=True)):
+        ranks = [str(artifact.ready(side, level).rank) for side in (0, 1)]
+        table.add_row(f"kvtc@{ratio:g}x", f"{realised:.1f}", *ranks)
+    console.print(table)
+    console.print(
+        f"{path}: {size / 1e6:.1f} MB from {header.tokens} tokens in {seconds:.0f} s, digest"
+        f" {artifact.digest.hex()[:16]}",
+        highlight=False,
+    )
