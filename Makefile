@@ -34,4 +34,4 @@ bench: setup ## the short benchmarks
 	$(PY) -m bench.catalog
 
 gpu: .venv/stamp ## the tests that need a CUDA device
-	@if $(PY) -c '$(CUDA)'; then $(PYTEST) -ra tests/gpu; else echo 'no GPU here: torch sees no CUDA device, so tests/gpu was not run'; fi
+	@if $(PY) -c '$(CUDA)'; then $(PY) -m pip install -qq --editable '.[cuda]' && $(PYTEST) -ra tests/gpu; else echo 'no GPU here: torch sees no CUDA device, so tests/gpu was not run'; fi

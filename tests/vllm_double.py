@@ -87,12 +87,13 @@ class EngineDouble:
         blocks: int = 64,
         step: int = 64,
         device: Device | None = None,
+        where: str = "cpu",
     ) -> None:
         self.kept, self.tokens, self.step_tokens = kept, kept.engine_tokens, step
         self.free = list(range(1, blocks))
         names = [f"model.layers.{number}.attn" for number in range(LAYERS)]
         shape = (2, blocks, self.tokens, HEADS, DIM)
-        self.memory = {name: torch.zeros(shape) for name in names}
+        self.memory = {name: torch.zeros(shape, device=where) for name in names}
         spec = FullAttentionSpec(
             block_size=self.tokens, num_kv_heads=HEADS, head_size=DIM, head_size_v=DIM,
             dtype=torch.float32, page_size_bytes=2 * self.tokens * HEADS * DIM * 4,

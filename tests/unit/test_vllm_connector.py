@@ -16,7 +16,7 @@ from tierkv.fidelity import Fidelity
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm import worker as worker_module
-from tierkv_connectors.vllm.kept import block_tokens, options_of
+from tierkv_connectors.vllm.kept import block_tokens, check_device, options_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 ENGINE, STORE = 4, 16
@@ -366,3 +366,14 @@ def test_options() -> None:
     ]  # fmt: skip
     with pytest.raises(TierKVError, match="multiple of 16"):
         block_tokens(16, 100)
+
+
+def test_a_gpu_is_only_used_when_that_was_asked_for() -> None:
+    plain, brave = options_of({}), options_of({"experimental_cuda": True})
+    for options in (plain, brave):
+        check_device("cpu", options)
+        with pytest.raises(TierKVError, match="lies on tpu: only CPU and CUDA"):
+            check_device("tpu", options)
+    check_device("cuda", brave)
+    with pytest.raises(TierKVError, match=r"not run on a GPU yet.*set experimental_cuda in"):
+        check_device("cuda", plain)

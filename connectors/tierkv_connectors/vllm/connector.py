@@ -24,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierkv.client import Client
-from tierkv.errors import TierKVError, invalid
+from tierkv.errors import TierKVError
 from tierkv.executor import Threads
 from tierkv.part import Part
 from tierkv.settings import Settings, client_socket, load
+from tierkv_connectors.device import Device
+from tierkv_connectors.device.cuda import CudaDevice
 from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.private import PrivateSidecar, private_socket
 from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_connectors.vllm.identity import LoraNames, identity_of, request_extras
-from tierkv_connectors.vllm.kept import Kept, block_tokens, engine_name, options_of
+from tierkv_connectors.vllm.kept import Kept, block_tokens, check_device, engine_name, options_of
 from tierkv_connectors.vllm.layout import layout_of
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.scheduler import Scheduler
@@ -91,6 +93,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | NoWorker = NoWorker()
         self._threads: Threads | None = None
         self._client: Client | None = None
+        self._device: Device = HostDevice()
         self._private: PrivateSidecar | None = None
         self._stats = Fresh(self._counters)
         self._kept = self._edge.shield(
@@ -113,9 +116,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _keep(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Kept | None:
         """Return what is kept of this engine, None when it cannot be and the log says why."""
         try:
-            device = vllm_config.device_config.device_type
-            if device != "cpu":  # copies would have to be ordered behind the forward's stream
-                raise invalid(f"its KV lies on {device}: only the CPU backend is supported yet")
+            check_device(vllm_config.device_config.device_type, self._options)
             engine_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             tokens = block_tokens(engine_tokens, self._options.tokens_per_block)
             identity = identity_of(vllm_config, kv_cache_config, tokens)
@@ -133,12 +134,18 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             path = Path(self._options.socket or client_socket())
         channel = SidecarChannel(
-            path, timeout_s=self._options.timeout_s, client=engine_name(), arena=arena
+            path,
+            timeout_s=self._options.timeout_s,
+            client=engine_name(),
+            arena=arena,
+            on_map=self._device.pin,
+            on_unmap=self._device.unpin,
         )
         return Client(channel)
 
     def _counters(self) -> Iterable[Counter[str]]:
         yield self._worker.counters
+        yield self._device.counters
         if self._scheduler is not None:
             yield self._scheduler.counters
         yield Counter({"errors": self._edge.failures.total()})
@@ -156,14 +163,17 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             layers = self._vllm_config.compilation_config.static_forward_context
             attention = attention_of(layers, list(kv_caches))
             layout = layout_of(self._kv_cache_config, kv_caches, attention)
-            device = HostDevice()
-            self_test(layout, kv_caches, layers, device)
+            cuda = layout.device.type == "cuda"
+            self._device = CudaDevice(layout.device) if cuda else HostDevice()
+            self_test(layout, kv_caches, layers, self._device)
         except TierKVError as error:
             _log.error("tierkv keeps nothing of this engine: %s", error)
             return
         self._client = self._connect(arena=True)
         self._threads = Threads({"load": 1, "save": 1})
-        self._worker = Worker(self._kept, self._client, self._threads, layout, device, self._edge)
+        self._worker = Worker(
+            self._kept, self._client, self._threads, layout, self._device, self._edge
+        )
         _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -49,6 +49,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Class of what requests are served that do not ask for another one."""
     profiles: tuple[str, ...] = ("raw", "lossless")
     """What saves may encode to, as far as the class and the sidecar's gate allow."""
+    experimental_cuda: bool = False
+    """Keep KV that lies on a GPU: compiled and tested against its CPU twin, but not run there."""
 
 
 def options_of(extra: Mapping[str, Any]) -> Options:
@@ -66,6 +68,20 @@ def class_of(name: str) -> Fidelity:
         return CLASSES[name]
     except KeyError:
         raise invalid(f"fidelity {name!r} is not known; use one of {', '.join(CLASSES)}") from None
+
+
+def check_device(kind: str, options: Options) -> None:
+    """Refuse a kind of device that cannot be copied from, or has not been asked for.
+
+    Raises: TierKVError (invalid) with the reason.
+    """
+    if kind == "cuda" and not options.experimental_cuda:
+        raise invalid(
+            "its KV lies on a GPU: copies there are tested against their CPU twin but have not run "
+            "on a GPU yet; to try them, set experimental_cuda in kv_connector_extra_config"
+        )
+    if kind not in {"cpu", "cuda"}:
+        raise invalid(f"its KV lies on {kind}: only CPU and CUDA are supported")
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
