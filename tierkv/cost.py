@@ -11,7 +11,13 @@ peaks.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tierkv.codec import Profile
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
 
 class Rates(NamedTuple):
@@ -56,3 +62,34 @@ def pick_profile(profiles: Sequence[Profile], read_bps: float) -> Profile:
         return 1 / (profile.ratio * read_bps) + 1 / profile.decode_bps
 
     return min(profiles, key=seconds_per_raw_byte)
+
+
+class Prefix(NamedTuple):
+    """How many pieces of a chain to load; seconds to load them and to compute the rest."""
+
+    pieces: int
+    load_s: float
+    recompute_s: float
+
+
+def best_prefix(
+    load_s: Floats, tier: Numbers, ends: Numbers, rates: Sequence[Rates], recompute: Recompute
+) -> Prefix:
+    """Choose the part of a chain's stored head that minimises loading plus computing the rest.
+
+    Args:
+        load_s: (n,) seconds to transfer and decode each piece, head first.
+        tier: (n,) where each is read from; a tier's latency counts once.
+        ends: (n + 1,) tokens up to each piece's end; the last is the whole prompt.
+        rates: by tier.
+        recompute: seconds of prefill.
+    """
+    loads = np.cumsum(load_s)
+    for number, rate in enumerate(rates):
+        loads += rate.latency_s * np.maximum.accumulate(tier == number)
+    loads = np.append(0.0, loads)
+    at = np.append(0, ends[:-1])
+    rest = ends[-1] - at
+    computing = recompute.linear * rest + recompute.quadratic * (at * rest + rest * rest / 2)
+    pieces = int(np.argmin(loads + computing))
+    return Prefix(pieces, float(loads[pieces]), float(computing[pieces]))

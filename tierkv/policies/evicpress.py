@@ -1,0 +1,317 @@
+"""EvicPress: one decision for keep, compress, move and drop, over every tier.
+
+What a segment earns in a configuration, in seconds per second, is
+
+    rate * max(T_recompute - T_load, 0)  -  sum over tiers of price * stored bytes
+
+with the rate of its context's hazard plus that of uses that branch off, and T_recompute and T_load
+per raw byte. Three things follow:
+
+- *store*: when a chain was used, every segment of it takes the configuration that earns most, among
+  those that can be made of what is at hand and that keep what is there;
+- *reclaim*: a tier over its capacity takes the steps that lose least per byte freed, out of
+  `SAMPLED` segments, drops only at the end of a chain: a decision costs the same however many
+  segments there are;
+- *price*: of a byte in a tier, per second: what the last bytes that it gave up earned, and while it
+  gives up none, what the least of its sampled segments earn; nothing while there is room.
+
+Gain must exceed `price` to move anything, so that a tier does not fill with what it would give up
+first; what is stored stays until a reclaim finds it worth least, which is the hysteresis.
+
+Source: EvicPress (arXiv 2512.14946), section 2 of its selection, with utility lost per byte freed,
+recompute in place of a constant, and prices in place of a comparison with every stored context.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cost import Rates
+from tierkv.policies.configurations import ABSENT, Configurations, Form
+from tierkv.policies.hazard import Hazard
+from tierkv.policies.segments import NONE, Ids, Segments, Walk
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+SAMPLED = 64
+TAKEN = 8
+"""Of so many sampled segments one is given up at most before others are looked at."""
+MEMORY = 0.05
+"""Weight of the newest price."""
+FLOOR = 0.03
+"""The share of sampled segments that earn less than the price of a full tier at rest."""
+FULL = 0.995
+"""A tier with more room than this leaves has no price, after a while."""
+SLACK_DECAY = 0.9
+FOREIGN_S = 300.0
+"""Memory of how often other contexts branch off a segment."""
+PARTIAL = 0.05
+"""Of the rate of its context: a block that is not full is another one when its chain goes on."""
+REFIT_FIRST, REFIT_SHARE = 100, 20
+TURNS, LENGTHS = 6, (600, 2048, 32768, 65536)
+LEFT = TURNS * (len(LENGTHS) + 1)
+"""Categories of what a branch left behind: a short rest of a context, a long one."""
+CATEGORIES = LEFT + 2
+
+
+class Counts(NamedTuple):
+    """Segments moved since the start, by kind."""
+
+    stored: int
+    downgraded: int
+    demoted: int
+    dropped: int
+
+
+class EvicPress:
+    """The joint policy over segments of chains.
+
+    Args:
+        forms: the profiles that may be used.
+        rates: of each tier, nearest first.
+        capacity: bytes of each tier.
+        seed: of the sampling.
+    """
+
+    name = "evicpress"
+
+    def __init__(
+        self, forms: Sequence[Form], rates: Sequence[Rates], capacity: Sequence[int], seed: int = 0
+    ) -> None:
+        self.configurations = Configurations(forms, rates)
+        self.segments = Segments()
+        self.hazard = Hazard(CATEGORIES)
+        self.capacity = np.array(capacity, np.float64)
+        self.used = np.zeros(len(rates))
+        self.written = np.zeros(len(rates))
+        self.price = np.zeros(len(rates))
+        self.encoded = 0.0
+        """Raw bytes that a progressive copy was made of."""
+        self.decisions = 0
+        """Blocks that something was decided of; a segment's blocks share a decision."""
+        self.moved = dict.fromkeys(Counts._fields, 0)
+        self._random = np.random.default_rng(seed)
+        self._pools = [np.zeros(1024, np.int64) for _ in rates]
+        self._pooled = [0 for _ in rates]
+        self._in_pool = np.zeros((1024, len(rates)), np.bool_)
+        self._turn: list[int] = []
+        self._length: list[int] = []
+        self._refit_at = REFIT_FIRST
+
+    def walk(self, ids: Ids) -> Walk:
+        """Return what a chain meets; told `used` next, with nothing between."""
+        walk = self.segments.walk(ids)
+        if walk.split != NONE:
+            split = np.array([walk.split])
+            for tier in range(len(self.price)):
+                stored = self.configurations.stored[self.segments.configuration[split], tier]
+                self._pool(tier, split[stored > 0])
+        return walk
+
+    def used_chain(
+        self,
+        now: float,
+        walk: Walk,
+        ids: Ids,
+        tokens: int,
+        full: int,
+        nbytes: Floats,
+        density: Floats,
+        loaded: int,
+    ) -> None:
+        """A request has used a chain: learn from it, store what pays and make room.
+
+        Args:
+            now: seconds.
+            walk: of the chain.
+            ids: of its blocks, (n,) int32, head first.
+            tokens: of the prompt.
+            full: blocks that are full.
+            nbytes: raw bytes of each block.
+            density: seconds of prefill for a raw byte of each block.
+            loaded: segments of the walk that were loaded; the rest was computed.
+        """
+        context = len(self._turn)
+        self._learn(now, walk, context, tokens, full)
+        rows = walk.rows
+        if walk.blocks < len(ids):
+            grown = self.segments.grow(ids, walk.blocks, full, nbytes, density)
+            rows = np.concatenate([rows, grown])
+        self.segments.use(context, rows)
+        computed = np.arange(len(rows)) >= loaded
+        self._store(now, rows, computed)
+        for tier in range(len(self.price)):
+            self._reclaim(now, tier)
+        if context >= self._refit_at:
+            self.hazard.refit(now)
+            self._refit_at += max(REFIT_FIRST, context // REFIT_SHARE)
+
+    def _learn(self, now: float, walk: Walk, context: int, tokens: int, full: int) -> None:
+        segments, hazard, turn = self.segments, self.hazard, 0
+        if len(walk.rows):
+            before = int(segments.context[walk.rows[-1]])
+            apart = 2 * walk.blocks < self._length[before]
+            foreign = walk.rows[(segments.context[walk.rows] != before) | apart]
+            faded = np.exp((segments.foreign_at[foreign] - now) / FOREIGN_S)
+            segments.foreign[foreign] = segments.foreign[foreign] * faded + 1
+            segments.foreign_at[foreign] = now
+            # What all chains share says nothing of the context that met it last.
+            if walk.blocks > 1:
+                turn = self._turn[before] + 1
+                hazard.used(before, now)
+                if walk.blocks < self._length[before]:
+                    hazard.begin(before, LEFT + int(not apart), now)
+        self._turn.append(turn)
+        self._length.append(full)
+        length = int(np.searchsorted(LENGTHS, tokens, side="right"))
+        hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
+
+    def rate(self, rows: Numbers, now: float) -> Floats:
+        """Return expected uses per second of segments (n,)."""
+        segments = self.segments
+        own = self.hazard.rate(segments.context[rows], now)
+        own = np.where(segments.partial[rows], own * PARTIAL, own)
+        faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
+        return own + segments.foreign[rows] * faded / FOREIGN_S
+
+    def _store(self, now: float, rows: Numbers, computed: npt.NDArray[np.bool_]) -> None:
+        segments, known = self.segments, self.configurations
+        current = segments.configuration[rows]
+        best = current.copy()
+        for fresh in (False, True):
+            mine = np.nonzero(computed == fresh)[0]
+            if not len(mine):
+                continue
+            choices = known.stores(current[mine], at_hand=fresh)
+            gain = self._gain(now, rows[mine], current[mine], choices)
+            best[mine] = choices[np.arange(len(mine)), gain.argmax(axis=1)]
+        gap = best == 0
+        if gap.any():
+            best[int(gap.argmax()) :] = 0
+        changed = best != current
+        self._change(rows[changed], best[changed])
+        anew = known.progressive[best] & ~known.progressive[current]
+        self.encoded += float(segments.nbytes[rows[anew]].sum())
+        self.moved["stored"] += int(np.count_nonzero(changed))
+        self.decisions += int(segments.blocks[rows].sum())
+
+    def _gain(self, now: float, rows: Numbers, current: Numbers, choices: Numbers) -> Floats:
+        """Return what each choice earns more than the current configuration, a second."""
+        segments, known = self.segments, self.configurations
+        density = segments.density[rows][:, None]
+        saved = np.maximum(density - known.seconds[choices], 0)
+        rent = known.stored[choices] @ self.price - (known.stored[current] @ self.price)[:, None]
+        gain = self.rate(rows, now)[:, None] * saved - rent
+        return np.where(choices == ABSENT, -np.inf, gain)
+
+    def _reclaim(self, now: float, tier: int) -> None:
+        rest = self.used[tier] <= self.capacity[tier]
+        if self.used[tier] <= self.capacity[tier] * FULL:
+            self.price[tier] *= SLACK_DECAY
+            return
+        while rest or self.used[tier] > self.capacity[tier]:
+            rows = self._sample(tier)
+            if not len(rows):
+                return
+            steps, loss, freed = self._losses(now, tier, rows)
+            order = np.argsort(loss, kind="stable")
+            if rest:
+                worth = loss[order[int(len(order) * FLOOR)]]
+                if worth < np.inf:
+                    self.price[tier] += MEMORY * (max(worth, 0.0) - self.price[tier])
+                return
+            need = self.used[tier] - self.capacity[tier]
+            enough = int(np.searchsorted(np.cumsum(freed[order]), need)) + 1
+            order = order[: min(enough, 1 + len(order) // TAKEN)]
+            order = order[loss[order] < np.inf]
+            if len(order):
+                self._take(tier, rows[order], steps[order])
+                fade = (1 - MEMORY) ** len(order)
+                worth = max(float(loss[order].mean()), 0.0)
+                self.price[tier] = fade * self.price[tier] + (1 - fade) * worth
+
+    def _losses(self, now: float, tier: int, rows: Numbers) -> tuple[Numbers, Floats, Floats]:
+        """Return for each segment the step that loses least per byte, that loss, bytes freed."""
+        segments, known = self.segments, self.configurations
+        current = segments.configuration[rows]
+        steps = known.relief(tier, current)
+        density = segments.density[rows][:, None]
+        saved = np.maximum(density[:, 0] - known.seconds[current], 0)[:, None]
+        lost = self.rate(rows, now)[:, None] * (
+            saved - np.maximum(density - known.seconds[steps], 0)
+        )
+        change = known.stored[steps] - known.stored[current][:, None]
+        freed = -change[:, :, tier]
+        rent = change @ np.where(np.arange(len(self.price)) == tier, 0.0, self.price)
+        loss = (lost + rent) / np.where(freed > 0, freed, np.inf)
+        barred = (steps == ABSENT) | ((steps == 0) & (segments.children[rows] > 0)[:, None])
+        loss = np.where(barred, np.inf, loss)
+        least = loss.argmin(axis=1)
+        every = np.arange(len(rows))
+        return steps[every, least], loss[every, least], freed[every, least] * segments.nbytes[rows]
+
+    def _sample(self, tier: int) -> Numbers:
+        """Return distinct segments of a tier; half of those inside a chain stand for its end."""
+        segments, stored = self.segments, self.configurations.stored
+        while self._pooled[tier]:
+            pool, count = self._pools[tier], self._pooled[tier]
+            places = np.unique(self._random.integers(0, count, SAMPLED))
+            rows = pool[places]
+            here = stored[segments.configuration[rows], tier] > 0
+            for place in places[~here][::-1].tolist():
+                self._in_pool[pool[place], tier] = False
+                count -= 1
+                pool[place] = pool[count]
+            self._pooled[tier] = count
+            rows = rows[here]
+            if len(rows):
+                context = segments.context[rows]
+                tails = segments.tail[context]
+                instead = (segments.children[rows] > 0) & (np.arange(len(rows)) % 2 == 1)
+                instead &= tails != NONE
+                instead &= segments.context[tails] == context
+                instead &= stored[segments.configuration[tails], tier] > 0
+                return np.unique(np.where(instead, tails, rows))
+        return np.zeros(0, np.int64)
+
+    def _take(self, tier: int, rows: Numbers, steps: Numbers) -> None:
+        known, current = self.configurations, self.segments.configuration[rows]
+        before, after = known.stored[current], known.stored[steps]
+        self.decisions += int(self.segments.blocks[rows].sum())
+        lower = (after > before).any(axis=1)
+        inside = (after[:, tier] > 0) & ~lower
+        self.moved["demoted"] += int(np.count_nonzero(lower))
+        self.moved["downgraded"] += int(np.count_nonzero(inside))
+        self.moved["dropped"] += int(np.count_nonzero(~lower & ~inside))
+        self._change(rows, steps)
+
+    def _change(self, rows: Numbers, after: Numbers) -> None:
+        """Give segments other configurations, with all that is counted by them."""
+        if not len(rows):
+            return
+        segments, known = self.segments, self.configurations
+        before = segments.configuration[rows]
+        nbytes = segments.nbytes[rows][:, None]
+        change = (known.stored[after] - known.stored[before]) * nbytes
+        self.used += change.sum(axis=0)
+        self.written += np.maximum(change, 0).sum(axis=0)
+        segments.configuration[rows] = after
+        segments.gained(rows[(before == 0) & (after != 0)])
+        segments.lost(rows[(before != 0) & (after == 0)])
+        for tier in range(len(self.price)):
+            self._pool(tier, rows[known.stored[after, tier] > 0])
+
+    def _pool(self, tier: int, rows: Numbers) -> None:
+        top = int(rows.max(initial=0))
+        while top >= len(self._in_pool):
+            self._in_pool = np.concatenate([self._in_pool, np.zeros_like(self._in_pool)])
+        rows = rows[~self._in_pool[rows, tier]]
+        count = self._pooled[tier]
+        while count + len(rows) > len(self._pools[tier]):
+            self._pools[tier] = np.concatenate([self._pools[tier], self._pools[tier]])
+        self._pools[tier][count : count + len(rows)] = rows
+        self._in_pool[rows, tier] = True
+        self._pooled[tier] = count + len(rows)

@@ -1,0 +1,182 @@
+"""Segments: the tree of what was asked, in runs of blocks that have one history.
+
+A segment is a run of one chain between branch points, at most `SEGMENT_BLOCKS` long: the unit that
+a joint policy values and moves. Blocks are named by numbers that rise as they are first met, so a
+segment is a range of them. Where a chain leaves a segment in its middle, the segment is split.
+
+A *context* is what one request used last: its chain but for what a later one has used since. It is
+a run of segments up to a tail, and all of it has the same age.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
+
+SEGMENT_BLOCKS = 16
+"""2 GiB of an 8B model in blocks of 1,024 tokens: small beside a host tier, large beside a call."""
+NONE = -1
+
+COLUMNS = {
+    "first": np.int64,
+    "blocks": np.int64,
+    "before": np.int64,
+    "position": np.int64,
+    "nbytes": np.float64,
+    "density": np.float64,
+    "partial": np.bool_,
+    "context": np.int64,
+    "children": np.int64,
+    "configuration": np.int64,
+    "foreign": np.float64,
+    "foreign_at": np.float64,
+}
+
+
+class Walk(NamedTuple):
+    """What a chain meets: its segments so far, how many of its blocks they are, what was split."""
+
+    rows: Numbers
+    blocks: int
+    split: int = NONE
+    """The row that a segment of the chain was split into, NONE where none was."""
+
+
+class Segments:
+    """Columns over segments, by row. Sizes in bytes, positions in blocks from the chain's head.
+
+    Attributes:
+        before: the block ahead of the segment's first, NONE at a head.
+        density: seconds of prefill that a raw byte stands for.
+        context: the request that used it last.
+        children: segments behind it that have a copy.
+        foreign: uses by requests that did not go on with its context, decayed since `foreign_at`.
+    """
+
+    first: Numbers
+    blocks: Numbers
+    before: Numbers
+    position: Numbers
+    nbytes: npt.NDArray[np.float64]
+    density: npt.NDArray[np.float64]
+    partial: npt.NDArray[np.bool_]
+    context: Numbers
+    children: Numbers
+    configuration: Numbers
+    foreign: npt.NDArray[np.float64]
+    foreign_at: npt.NDArray[np.float64]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._of_block = np.full(1024, NONE, np.int64)
+        self.tail = np.full(1024, NONE, np.int64)
+        for name, dtype in COLUMNS.items():
+            setattr(self, name, np.zeros(1024, dtype))
+
+    def parents(self, rows: Numbers) -> Numbers:
+        """Return the segment ahead of each, NONE for heads."""
+        before = self.before[rows]
+        return np.where(before == NONE, NONE, self._of_block[before])
+
+    def walk(self, ids: Ids) -> Walk:
+        """Follow a chain (n,) as far as it was ever asked for; split where it leaves a segment."""
+        top = int(ids.max()) + 1 if len(ids) else 0
+        if top > len(self._of_block):
+            more = np.full(max(top, len(self._of_block)), NONE, np.int64)
+            self._of_block = np.append(self._of_block, more)
+        of = self._of_block[ids]
+        new = of == NONE
+        known = int(new.argmax()) if new.any() else len(ids)
+        if not known:
+            return Walk(np.zeros(0, np.int64), 0)
+        of = of[:known]
+        starts = np.append(0, np.nonzero(of[1:] != of[:-1])[0] + 1)
+        rows = of[starts]
+        inside = known - int(starts[-1])
+        if inside == self.blocks[rows[-1]]:
+            return Walk(rows, known)
+        return Walk(rows, known, self._split(int(rows[-1]), inside))
+
+    def grow(
+        self,
+        ids: Ids,
+        at: int,
+        full: int,
+        nbytes: npt.NDArray[np.float64],
+        density: npt.NDArray[np.float64],
+    ) -> Numbers:
+        """Add the blocks of a chain from `at` on; return their rows.
+
+        Args:
+            ids: the whole chain.
+            at: blocks that are known.
+            full: blocks that are full; one behind them stands alone.
+            nbytes: raw bytes of each block of the chain.
+            density: of each block.
+        """
+        starts = np.arange(at, full, SEGMENT_BLOCKS)
+        if full < len(ids):
+            starts = np.append(starts, full)
+        ends = np.append(starts[1:], len(ids))
+        rows = self._take(len(starts))
+        self.first[rows], self.blocks[rows] = ids[starts], ends - starts
+        self.before[rows] = np.where(starts > 0, ids[starts - 1], NONE)
+        self.position[rows] = starts
+        self.nbytes[rows] = np.add.reduceat(nbytes, starts)
+        worth = np.add.reduceat(nbytes * density, starts)
+        self.density[rows] = worth / self.nbytes[rows]
+        self.partial[rows] = starts >= full
+        self._of_block[ids[at:]] = np.repeat(rows, ends - starts)
+        return rows
+
+    def _take(self, count: int) -> Numbers:
+        while self.count + count > len(self.first):
+            for name in COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.append(column, np.zeros_like(column)))
+        rows = np.arange(self.count, self.count + count)
+        self.count += count
+        return rows
+
+    def _split(self, row: int, keep: int) -> int:
+        """Let a segment end after `keep` blocks; return the row of what is behind them."""
+        new = int(self._take(1)[0])
+        share = keep / self.blocks[row]
+        for name in COLUMNS:
+            getattr(self, name)[new] = getattr(self, name)[row]
+        self.first[new] = self.first[row] + keep
+        self.blocks[new], self.blocks[row] = self.blocks[row] - keep, keep
+        self.before[new] = self.first[new] - 1
+        self.position[new] = self.position[row] + keep
+        self.nbytes[row] *= share
+        self.nbytes[new] -= self.nbytes[row]
+        self.children[row] = int(self.configuration[row] != 0)
+        self._of_block[self.first[new] : self.first[new] + self.blocks[new]] = new
+        if self.tail[self.context[row]] == row:
+            self.tail[self.context[row]] = new
+        return new
+
+    def use(self, context: int, rows: Numbers) -> None:
+        """A request, number `context`, has used a whole chain (rows, head first)."""
+        if context >= len(self.tail):
+            self.tail = np.append(self.tail, np.full_like(self.tail, NONE))
+        self.context[rows] = context
+        self.tail[context] = rows[-1]
+
+    def gained(self, rows: Numbers) -> None:
+        """Segments have a copy that had none."""
+        self._count_children(rows, 1)
+
+    def lost(self, rows: Numbers) -> None:
+        """Segments have no copy any more; contexts end ahead of them."""
+        parents = self._count_children(rows, -1)
+        ending = self.tail[self.context[rows]] == rows
+        self.tail[self.context[rows[ending]]] = parents[ending]
+
+    def _count_children(self, rows: Numbers, change: int) -> Numbers:
+        parents = self.parents(rows)
+        np.add.at(self.children, parents[parents != NONE], change)
+        return parents
