@@ -59,12 +59,16 @@ class EngineError(Exception):
 
 
 class Answer(NamedTuple):
-    """`cached` counts prompt tokens that were not computed: hits of vLLM and of its connector."""
+    """`cached` counts prompt tokens that were not computed: hits of vLLM and of its connector.
+
+    `told` is what the connector says of the request.
+    """
 
     tokens: list[int]
     cached: int
     ttft_s: float
     finish: str
+    told: dict[str, Any] | None
 
 
 def directory() -> Path:

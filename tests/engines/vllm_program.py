@@ -35,6 +35,7 @@ def said(answer: Any) -> dict[str, Any]:
         "cached": answer.num_cached_tokens,
         "ttft_s": answer.metrics.first_token_latency,
         "finish": answer.outputs[0].finish_reason,
+        "told": (answer.kv_transfer_params or {}).get("tierkv"),
     }
 
 
