@@ -11,9 +11,9 @@ KV_HEADS = 2
 HEAD_DIM = 32
 
 
-def tiny_llama(folder: Path) -> Path:
-    """Write a model directory; the same weights at every call."""
-    torch.manual_seed(0)
+def tiny_llama(folder: Path, seed: int = 0) -> Path:
+    """Write a model directory; the same weights for a seed at every call."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,

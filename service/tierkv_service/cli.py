@@ -128,6 +128,9 @@ def evaluate(  # noqa: PLR0913 -- one for each option
         list[str] | None,
         typer.Option("--text", help="NAME=FILE: a domain of your own; may be given again."),
     ] = None,
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="Of `tierkv calibrate`: kvtc profiles.")
+    ] = None,
     kv_dtype: Annotated[
         str, typer.Option("--kv-dtype", help="Of the engine to gate: bf16, fp16 or fp32.")
     ] = "bf16",
@@ -143,7 +146,15 @@ def evaluate(  # noqa: PLR0913 -- one for each option
     from tierkv_service.evaluate import Order, run
 
     order = Order(
-        model, out, suite, profiles, tuple(text or ()), kv_dtype, tokens_per_block, context
+        model=model,
+        out=out,
+        suite=suite,
+        profiles=profiles,
+        texts=tuple(text or ()),
+        artifact=artifact,
+        kv_dtype=kv_dtype,
+        tokens_per_block=tokens_per_block,
+        context=context,
     )
     raise typer.Exit(run(order, as_json=as_json))
 

@@ -19,7 +19,9 @@ from transformers.utils import logging as transformers_logging
 from tierkv import __version__
 from tierkv.errors import invalid
 from tierkv.gate import Gate
-from tierkv_codecs import CODECS, Codec, CodecRegistry
+from tierkv.identity import Identity
+from tierkv_codecs import CODECS, Codec, CodecRegistry, kvtc_artifact
+from tierkv_codecs.kvtc import codecs_of
 from tierkv_codecs.lab import report, results
 from tierkv_codecs.lab.evaluate import SUITES, Results, Step, Suite, evaluate
 from tierkv_codecs.lab.report import GATE, Report
@@ -29,6 +31,8 @@ from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
 
 ALL = "all"
+WIDE = 120
+"""Columns of tables that no terminal shows."""
 _COLOURS = {
     "exact": "green",
     "near_lossless": "green",
@@ -47,6 +51,7 @@ class Order(NamedTuple):
     profiles: str = ALL
     texts: tuple[str, ...] = ()
     """NAME=FILE, each a domain beside the shipped ones; one NAME may have several files."""
+    artifact: Path | None = None
     kv_dtype: str = "bf16"
     tokens_per_block: int = 128
     context: int = 1024
@@ -61,18 +66,22 @@ def run(order: Order, *, as_json: bool) -> int:
     old = report.folder(order.out)
     subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
     registry = registry_with(CODECS)
+    about = _add_artifact(registry, order.artifact, subject.identity)
     codecs = _chosen(order.profiles, registry)
     suite = SUITES[order.suite]._replace(context=order.context)
     started = time.monotonic()
     with _progress() as on_step:
         found = evaluate(subject, codecs, registry, documents, suite, on_step)
-    about = _about(suite, subject, documents, time.monotonic() - started)
+    about |= _about(suite, subject, documents, time.monotonic() - started)
     full = _report(found, subject, about, old)
     report.write(order.out, full, old)
     if as_json:
         print(msgspec.json.encode(full.rows).decode())
     else:
-        _show(full, order.out, Console())
+        console = Console(markup=False)
+        _show(
+            full, order.out, console if console.is_terminal else Console(markup=False, width=WIDE)
+        )
     return 0
 
 
@@ -84,6 +93,20 @@ def _read_text(named: str) -> Document:
         return Document(name, path, Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise invalid(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _add_artifact(registry: CodecRegistry, path: Path | None, identity: Identity) -> dict[str, str]:
+    """Add an artifact's profiles; return what is to be said of it.
+
+    Raises: TierKVError: it cannot be read, or was calibrated for another model.
+    """
+    if path is None:
+        return {}
+    artifact = kvtc_artifact.read(path)
+    artifact.check(identity, artifact.part)
+    for codec in codecs_of(artifact):
+        registry.add(codec)
+    return {"artifact": f"{path.name}, {path.stat().st_size} bytes, {artifact.digest.hex()}"}
 
 
 def _chosen(profiles: str, registry: CodecRegistry) -> Sequence[Codec]:

@@ -1,5 +1,6 @@
 """`tierkv eval` from a model directory to its files, on a model that is made in a second."""
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -137,6 +138,24 @@ def test_tables_for_people(evaluated: tuple[Path, list[Any]], model: Path, tmp_p
     assert done.exit_code == 0, done.output
     assert "what stands against a better one" in done.output
     assert "gate.json" in done.output
+
+
+def test_profiles_of_an_artifact(model: Path, tmp_path: Path) -> None:
+    artifact, out = tmp_path / "a.kvtc", tmp_path / "out"
+    asked = ["--model", model, "--out", artifact, "--tokens", 2048, "--ratios", "4,8"]
+    done = CliRunner().invoke(cli.app, ["calibrate", *map(str, asked)])
+    assert done.exit_code == 0, done.output
+    named = ("--artifact", artifact, "--profiles", "kvtc@8x", "--context", 256)
+    done = run("--model", model, "--out", out, *named)
+    assert done.exit_code == 0, done.output
+    assert "[store] gate" in done.output
+    (entry,) = gate.load(out / "gate.json").entries
+    digest = hashlib.sha256(artifact.read_bytes()).hexdigest()
+    assert (entry.profile, entry.artifact) == ("kvtc@8x", digest)
+    assert digest in (out / "report.html").read_text()
+    other = tiny_llama(tmp_path / "other", seed=1)
+    done = run("--model", other, "--out", out, *named)
+    assert "was calibrated for" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,12 @@ def measured() -> Results:
         tally("raw", "code", 0.0),
         tally("int4", "prose", 0.001),
         tally("int4", "code", 0.004),
-        tally("yard", "prose", 0.002, artifact=ARTIFACT),
-        tally("yard", "code", 0.2, artifact=ARTIFACT),
+        tally("nvfp4", "prose", 0.002, artifact=ARTIFACT),
+        tally("nvfp4", "code", 0.2, artifact=ARTIFACT),
     ]
     tallies[3].weight.fallbacks["not finite"] = 2
     found = {(one.profile, one.domain): one for one in tallies}
-    return Results(Suite("own", 4, 256, 10), ("raw", "int4", "yard"), ("prose", "code"), found)
-
-
-@pytest.fixture
-def only_int4_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "PROFILES", {"raw": None, "int4": None})
+    return Results(Suite("own", 4, 256, 10), ("raw", "int4", "nvfp4"), ("prose", "code"), found)
 
 
 def full(old: Gate) -> Report:
@@ -84,7 +79,7 @@ def test_classes_are_of_the_worst_domain() -> None:
     entries = results.entries(found, IDENTITY)
     given = results.verdicts(found, entries, Thresholds())
     assert [one.fidelity_class for one in given.values()] == ["exact", "safe", "rejected"]
-    assert given["yard"].why == "code: mean KL up to 0.2 > 0.05"
+    assert given["nvfp4"].why == "code: mean KL up to 0.2 > 0.05"
     strict = Thresholds(
         near_lossless=Limit(kl_mean=1e-4, kl_p99=1e-3, top1=0.99),
         safe=Limit(kl_mean=1e-3, kl_p99=1e-3, top1=0.99),
@@ -106,15 +101,14 @@ def test_pairs_layers_and_fallbacks() -> None:
     found = full(Gate())
     pairs = {(one.profile, one.reference, one.domain): one for one in found.pairs}
     assert len(pairs) == 4
-    assert pairs["int4", "yard", "code"].kl_ratio_hi == pytest.approx(0.02)
+    assert pairs["int4", "nvfp4", "code"].kl_ratio_hi == pytest.approx(0.02)
     layers = [one for one in found.layers if (one.profile, one.domain) == ("int4", "code")]
     assert [one.key_error for one in layers] == [pytest.approx(0.2), 0.0]
     (fallback,) = found.fallbacks
     assert (fallback.profile, fallback.domain, fallback.share) == ("int4", "code", 0.25)
 
 
-@pytest.mark.usefixtures("only_int4_is_stored")
-def test_the_gate_has_what_a_store_knows_and_keeps_what_it_had(tmp_path: Path) -> None:
+def test_the_gate_has_what_can_be_stored_and_keeps_what_it_had(tmp_path: Path) -> None:
     old = report.folder(tmp_path / "out")
     assert old == Gate()
     report.write(tmp_path / "out", full(old), old)
@@ -133,7 +127,6 @@ def test_the_gate_has_what_a_store_knows_and_keeps_what_it_had(tmp_path: Path) -
     assert [one.context for one in found.entries] == [512, 256]
 
 
-@pytest.mark.usefixtures("only_int4_is_stored")
 def test_files_tell_the_same(tmp_path: Path) -> None:
     told = full(Gate())
     report.write(tmp_path, told, Gate())

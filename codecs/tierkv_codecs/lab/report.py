@@ -35,7 +35,7 @@ class Report(NamedTuple):
     pairs: Sequence[Pair]
     fallbacks: Sequence[Fallback]
     entries: Sequence[Entry]
-    """Of the profiles that a store knows."""
+    """Of the profiles that can be stored."""
 
 
 def folder(out: Path) -> Gate:

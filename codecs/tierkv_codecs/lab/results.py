@@ -5,12 +5,12 @@ from itertools import permutations
 
 import msgspec
 
-from tierkv.codec import PROFILES
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Domain, Entry, Gate, Thresholds
 from tierkv.identity import Identity
 from tierkv_codecs.lab import measures
 from tierkv_codecs.lab.evaluate import ATTENTION, KEYS, VALUES, Results, Tally
+from tierkv_codecs.lab.yardsticks import YARDSTICKS
 
 REJECTED = "rejected"
 GIGA = 1e9
@@ -147,8 +147,9 @@ def entries(results: Results, identity: Identity) -> list[Entry]:
 
 
 def storable(found: list[Entry]) -> list[Entry]:
-    """Return the entries of profiles that a store knows: what a gate file is for."""
-    return [entry for entry in found if entry.profile in PROFILES]
+    """Return the entries of profiles that can be stored: of all but yardsticks."""
+    yardsticks = {codec.name for codec in YARDSTICKS}
+    return [entry for entry in found if entry.profile not in yardsticks]
 
 
 def verdicts(results: Results, found: list[Entry], thresholds: Thresholds) -> dict[str, Verdicts]:
