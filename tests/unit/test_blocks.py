@@ -8,8 +8,9 @@ import pytest
 
 from tests import cache_models
 from tests.traces import SMALL, trace_path
+from tierkv.catalog import NONE
 from tierkv.errors import TierKVError
-from tierkv.simulation.blocks import replay
+from tierkv.simulation.blocks import Shelf, replay
 from tierkv.simulation.policies import CONTENDERS, Contender, contender
 from tierkv.simulation.policies.belady import next_uses
 from tierkv.simulation.traces import Accesses, Trace, load
@@ -90,6 +91,20 @@ def test_runs_of_missing_blocks_change_no_count(seed: int) -> None:
             singly = Contender(runs.make, runs.tail_first, in_runs=False)
             one, other = replay(accesses, capacity, runs), replay(accesses, capacity, singly)
             assert one._replace(seconds=0) == other._replace(seconds=0)
+
+
+@pytest.mark.parametrize("name", ["lru", "gdsf"])
+def test_what_survives_of_a_prompt_is_its_head(name: str) -> None:
+    """R24: a prompt came in two calls, then another one; and any tree of prompts."""
+    for prompts, capacity in ([[0, 1], [0, 1, 2, 3], [4, 5, 6, 7]], 6), (forest(5, 400), 60):
+        accesses = accesses_of(prompts)
+        shelf = Shelf(capacity, accesses.distinct, CONTENDERS[name].make(capacity, accesses))
+        for prompt in prompts:
+            assert len(prompt) <= capacity
+            shelf.meet(np.array(prompt, np.int32), tail_first=True, most=1)
+            for each in prompts:
+                stored = (shelf.row_of[each] != NONE).tolist()
+                assert stored == sorted(stored, reverse=True), "a tail without its head"
 
 
 def test_what_was_decided_adds_up() -> None:
