@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tierkv.cost import Floats, Recompute, best_prefix
 from tierkv.errors import invalid
+from tierkv.simulation.cascade import MAKES, Cascade
 from tierkv.simulation.contests import Contest, Joint, Lru, Pieces, Prompt
 from tierkv.simulation.scenario import Scenario
 from tierkv.simulation.traces import Request, Trace
@@ -96,18 +97,24 @@ def _numbered(request: Request, number_of: dict[int, int]) -> Ids:
 
 
 def contest(scenario: Scenario, policy: str, fidelity: str, distinct: int, seed: int) -> Contest:
-    """Return a policy by name: `evicpress`, or `lru` with raw copies, or `lru@PROFILE`."""
+    """Return a policy by name: `evicpress`, or `lru` with raw copies, or `lru@PROFILE`.
+
+    The policies that `lru` is compared with are named and given a profile alike.
+    """
     if policy == "evicpress":
         return Joint(scenario, fidelity, seed)
     name, _, profile = policy.partition("@")
     forms = {form.name: form for form in scenario.forms(fidelity)}
-    if name != "lru" or (profile or "raw") not in forms:
-        choices = ", ".join(["evicpress", "lru", *(f"lru@{form}" for form in forms)])
+    if name not in {"lru", *MAKES} or (profile or "raw") not in forms:
+        choices = ", ".join(["evicpress", "lru", *(f"lru@{form}" for form in forms), *MAKES])
         raise invalid(
             f"policy {policy!r} is not one that a scenario can run at class {fidelity}:"
             f" use one of {choices}"
         )
-    return Lru(scenario, distinct, forms[profile or "raw"])
+    form = forms[profile or "raw"]
+    if name in MAKES:
+        return Cascade(scenario, distinct, form, MAKES[name])
+    return Lru(scenario, distinct, form)
 
 
 class _Tally:
