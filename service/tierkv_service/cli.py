@@ -159,20 +159,41 @@ def evaluate(  # noqa: PLR0913 -- one for each option
     raise typer.Exit(run(order, as_json=as_json))
 
 
+class ServedClass(enum.StrEnum):
+    """Fidelity that readers accept; a better one is always accepted too."""
+
+    EXACT = "exact"
+    NEAR_LOSSLESS = "near_lossless"
+    SAFE = "safe"
+    ECONOMY = "economy"
+
+
 @app.command()
-def replay(
+def replay(  # noqa: PLR0913 -- one for each option
     trace: Annotated[
         Path, typer.Argument(help="JSON lines as Mooncake publishes them, gzip or plain.")
     ],
     *,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--policy",
             help="lru, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
-            " s3fifo-tail-first for the other order of a prompt's blocks.",
+            " s3fifo-tail-first for the other order of a prompt's blocks. With --config:"
+            " evicpress (else it is lru), or lru@PROFILE.",
         ),
-    ] = "lru",
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", help="A scenario: h100-8b, small, or one's own TOML file."),
+    ] = None,
+    fidelity: Annotated[
+        ServedClass, typer.Option("--class", help="What readers accept, with --config.")
+    ] = ServedClass.SAFE,
+    engines: Annotated[
+        int, typer.Option("--engines", min=0, help="Serve from a queue with so many engines.")
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0,
     blocks: Annotated[
         int | None,
         typer.Option("--blocks", help="One tier of so many equal blocks, and no codec."),
@@ -197,8 +218,12 @@ def replay(
 ) -> None:
     """Replay a trace of requests through a policy and count what it would have hit."""
     from tierkv_service.replay import Order, run
+    from tierkv_service.replay_serving import Setting
 
-    order = Order(trace, policy, blocks, plot, file_tokens, block_tokens)
+    setting = None
+    if config is not None:
+        setting = Setting(config, policy or "evicpress", fidelity.value, engines, seed)
+    order = Order(trace, policy or "lru", setting, blocks, plot, file_tokens, block_tokens)
     raise typer.Exit(run(order, as_json=as_json))
 
 

@@ -17,6 +17,7 @@ from tierkv.simulation.blocks import Counts
 from tierkv.simulation.policies import contender
 from tierkv.simulation.result import Result, of_blocks
 from tierkv.simulation.traces import Accesses, Trace, load
+from tierkv_service.replay_serving import Setting, replay_over, show_served, write_json
 from tierkv_service.show import size
 from tierkv_service.sweep import BYTES_PER_TOKEN, sweep
 
@@ -26,6 +27,7 @@ class Order(NamedTuple):
 
     trace: Path
     policy: str
+    setting: Setting | None
     blocks: int | None
     plot: Path | None
     file_tokens: int | None
@@ -34,9 +36,12 @@ class Order(NamedTuple):
 
 def run(order: Order, *, as_json: bool) -> int:
     """Replay, then say or draw what came of it; returns the exit status."""
+    if order.setting is not None:
+        return _serve(order, order.setting, as_json=as_json)
     if order.blocks is None and order.plot is None:
         raise invalid(
-            "say --blocks N for a cache of N equal blocks, or --plot FILE.png for a sweep"
+            "say --blocks N for a cache of N equal blocks, --config SCENARIO for modelled tiers, or"
+            " --plot FILE.png for a sweep"
         )
     if order.plot is not None and not order.plot.absolute().parent.is_dir():
         raise invalid(f"--plot {order.plot}: there is no such folder")
@@ -57,6 +62,19 @@ def run(order: Order, *, as_json: bool) -> int:
         order.plot.write_bytes(draw(trace.path.name, [panel]))
         if not as_json:
             console.print(f"drew {order.plot}", highlight=False)
+    return 0
+
+
+def _serve(order: Order, setting: Setting, *, as_json: bool) -> int:
+    if order.blocks is not None or order.plot is not None:
+        raise invalid("--config goes without --blocks and --plot: a scenario has its own tiers")
+    trace = Trace(order.trace, order.file_tokens, order.tokens)
+    with _progress(f"{setting.policy} over {setting.scenario}") as tell:
+        served = replay_over(trace, setting, tell)
+    if as_json:
+        write_json(trace, setting, served)
+    else:
+        show_served(trace, setting, served, Console())
     return 0
 
 
