@@ -130,9 +130,11 @@ class Tier:
         self._tier.close()
 
 
-def write_behind(tier: Sealed, seals: ThreadPoolExecutor, items: Sequence[Item]) -> None:
+def write_behind(
+    tier: Sealed, seals: ThreadPoolExecutor, items: Sequence[Item], batch_bytes: int = BATCH_BYTES
+) -> None:
     """Write items as write-behind does: a thread seals the next batch while one is written."""
-    batches = list(write_batches(items, items[0].nbytes))
+    batches = list(write_batches(items, items[0].nbytes, batch_bytes))
     sealing = seals.submit(tier.seal, batches[0])
     for batch, ahead in itertools.pairwise([*batches, []]):
         sealing.result()
@@ -141,9 +143,11 @@ def write_behind(tier: Sealed, seals: ThreadPoolExecutor, items: Sequence[Item])
         assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
 
 
-def write_batches(items: Sequence[T], nbytes: int) -> Iterator[Sequence[T]]:
+def write_batches(
+    items: Sequence[T], nbytes: int, batch_bytes: int = BATCH_BYTES
+) -> Iterator[Sequence[T]]:
     """Cut items as write-behind does."""
-    count = min(-(-BATCH_BYTES // nbytes), BATCH_FRAMES)
+    count = min(-(-batch_bytes // nbytes), BATCH_FRAMES)
     for at in range(0, len(items), count):
         yield items[at : at + count]
 

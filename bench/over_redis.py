@@ -31,6 +31,7 @@ from tierkv.stages import read_jobs
 from tierkv.tier import Item, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv.wrap import Sealed
+from tierkv.write_behind import SHARED_BATCH_BYTES
 
 IN_FLIGHT = 2
 VALUE_BYTES = 2 * MIB
@@ -142,7 +143,7 @@ class Tier:
         places = [self._tier.reserve(self._frames.nbytes) for _ in ids]
         self._written = self._frames.items(ids, [place for place in places if place is not None])
         start = time.perf_counter()
-        write_behind(self._sealed, self._seals, self._written)
+        write_behind(self._sealed, self._seals, self._written, SHARED_BATCH_BYTES)
         return time.perf_counter() - start
 
     def get(self) -> float:

@@ -25,8 +25,9 @@ from tierkv.tier import Item, Outcome, RegionTier, Status
 from tierkv.tiers.host import aligned
 
 BATCH_BYTES = 16 << 20
-"""Between two batches a disk idles for about 0.1 ms and Redis empties its pipe once: 6 to 15 % of
-8 MiB."""
+"""Between two batches a disk idles for about 0.1 ms: 7 % of 8 MiB."""
+SHARED_BATCH_BYTES = 32 << 20
+"""A shared tier is asked before each batch what it has, over a pipe that is empty meanwhile."""
 BATCH_FRAMES = 32
 STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
@@ -186,8 +187,9 @@ class WriteBehind:
         store, catalog = self._store, self._store.catalog
         sources: list[int] = []
         copies: list[int] = []
-        size = 0
-        while queue.waiting and len(copies) < BATCH_FRAMES and size < BATCH_BYTES:
+        size, shared = 0, queue.lower.shared is not None
+        most = SHARED_BATCH_BYTES if shared else BATCH_BYTES
+        while queue.waiting and len(copies) < BATCH_FRAMES and size < most:
             row, serial, nbytes, _ = queue.waiting.popleft()
             queue.nbytes -= nbytes
             current = catalog.serial[row] == serial and catalog.state[row] == READY
