@@ -154,7 +154,7 @@ class WriteBehind:
         """Let the next batch be sealed and write the one that is; a job of the write lane."""
         store, lower = self._store, queue.lower
         if lower.regions is not None:
-            self._reclaim(lower, lower.regions)
+            self._reclaim(queue, lower.regions)
         with store.lock:
             batch, queue.sealed = queue.sealed, None
             if queue.waiting and not queue.sealing:
@@ -250,17 +250,18 @@ class WriteBehind:
         store.policy.touched(catalog, written)
         store.unhold(sources)
 
-    def _reclaim(self, lower: Lower, tier: RegionTier) -> None:
-        """Free regions until a batch fits beside one spare region for survivors.
+    def _reclaim(self, queue: _Queue, tier: RegionTier) -> None:
+        """Free regions until the next batch fits beside one spare region for survivors.
 
         Not on a medium that takes no writes: nothing would come in place of what goes.
         """
-        store = self._store
+        store, lower = self._store, queue.lower
         while True:
             with store.lock:
                 regions = tier.regions()
                 spare = max((region.stop - region.start for region in regions), default=0)
-                if not regions or tier.space().free >= spare + BATCH_BYTES:
+                batch = min(queue.nbytes + BATCH_FRAMES * tier.granule, BATCH_BYTES)
+                if not regions or tier.space().free >= spare + batch:
                     return
             if tier.probe():
                 return
