@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tierkv import calls, frame
-from tierkv.codec import profile_of
+from tierkv.codec import BY_NUMBER, Profile, profile_of
 from tierkv.fidelity import Fidelity
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
@@ -110,10 +110,11 @@ class DictStore:
         put, units, places = self._open.pop(call.reservation)
         lengths = np.frombuffer(call.lengths, "<i8").tolist()
         done = 0
-        for unit, runs, length in zip(units, places, lengths, strict=True):
+        numbers = call.profiles or bytes([profile_of(put.profiles[0]).number]) * len(units)
+        for unit, runs, length, number in zip(units, places, lengths, numbers, strict=True):
             if length:
                 key = put.keys[unit * KEY_BYTES : (unit + 1) * KEY_BYTES]
-                packed = frame.pack(_header(put, key, unit, length))
+                packed = frame.pack(_header(put, key, unit, length, BY_NUMBER[number]))
                 self.arena[runs[0][0] : runs[0][0] + len(packed)] = packed
                 self.frames[key] = runs
                 done += 1
@@ -130,10 +131,12 @@ class DictStore:
         return runs
 
 
-def _header(put: calls.PutCall, key: bytes, unit: int, length: int) -> frame.Header:
+def _header(
+    put: calls.PutCall, key: bytes, unit: int, length: int, profile: Profile
+) -> frame.Header:
     return frame.Header(
-        codec_id=profile_of(put.profiles[0]).codec_id,
-        flags=0,
+        codec_id=profile.codec_id,
+        flags=frame.LOSSY if profile.lossy else 0,
         fidelity=Fidelity(put.fidelity),
         tokens=put.tokens_per_block,
         position=put.position + unit * put.tokens_per_block,

@@ -172,11 +172,16 @@ class CommitCall(Call, frozen=True, tag="commit"):
     """Make written units visible: int64 payload bytes of each unit, 0 gives it and the rest up.
 
     `checksums`: xxh3-128 of each payload, n x 16 bytes, when the reply to the put asked for them.
+    Where the reply's profile has s > 1 segments, `segments` gives the int64 bytes of each, n x s;
+    the last may be 0, and checksums are those of the segments.
     """
 
     reservation: int
     lengths: bytes
     checksums: bytes = b""
+    profiles: bytes = b""
+    """A byte for each unit, the number of its profile: empty when all have the reply's."""
+    segments: bytes = b""
 
 
 class SettleCall(Call, frozen=True, tag="settle"):

@@ -7,7 +7,7 @@ the channel. The one exception is a caller's own wrong argument.
 import struct
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from tierkv.calls import (
     StatCall,
     WaitCall,
 )
+from tierkv.codec import profile_of
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
@@ -60,6 +61,24 @@ class Channel(Protocol):
 
 
 Pieces = list[memoryview]
+
+
+class Written(NamedTuple):
+    """A unit that was written: the number of its profile, and the bytes of each segment.
+
+    No segments: the unit is given up.
+    """
+
+    profile: int
+    segments: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Bytes of the payload."""
+        return sum(self.segments)
+
+
+GIVEN_UP = Written(0, ())
 
 
 class Transfer:
@@ -172,6 +191,7 @@ class Reservation:
         self.known = reply.known
         self.refused = reply.refused
         self.units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
+        self._planned = profile_of(reply.profile)
         self._header_bytes = reply.header_bytes
         self._seal = reply.seal
 
@@ -187,16 +207,33 @@ class Reservation:
 
         Returns: the count of units that became visible, 0 when the store is gone.
         """
+        return self.commit_written([Written(self._planned.number, (one,)) for one in lengths])
+
+    def commit_written(self, units: Sequence[Written]) -> int:
+        """Make units visible that may be of other profiles than the one the store chose.
+
+        Returns: the count of units that became visible, 0 when the store is gone.
+        """
         if not self.number:
             return 0
+        most = self._planned.segments
+        segments = [(*unit.segments, *(0,) * (most - len(unit.segments))) for unit in units]
         sums = [
-            frame.digest(frame.cut(self.payload(index), 0, length))
-            for index, length in enumerate(lengths)
+            frame.digest(frame.cut(self.payload(index), sum(cut[:at]), cut[at]))
+            for index, cut in enumerate(segments)
+            for at in range(most)
             if self._seal
         ]
         self._frames = []
-        data = struct.pack(f"<{len(lengths)}q", *lengths)
-        call = CommitCall(reservation=self.number, lengths=data, checksums=b"".join(sums))
+        flat = [length for cut in segments for length in cut]
+        same = all(unit.profile == self._planned.number or not unit.length for unit in units)
+        call = CommitCall(
+            reservation=self.number,
+            lengths=struct.pack(f"<{len(units)}q", *(unit.length for unit in units)),
+            checksums=b"".join(sums),
+            profiles=b"" if same else bytes(unit.profile for unit in units),
+            segments=b"" if most == 1 else struct.pack(f"<{len(flat)}q", *flat),
+        )
         reply = self._channel.call(call)
         self.number = 0
         self._channel.give_back()

@@ -13,6 +13,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     `ratio` (raw bytes over payload bytes) and `decode_bps` (raw bytes per second) are expectations
     that the cost model starts from. `bound_extra` is what a payload may exceed the raw bytes by.
+    A progressive codec's payload has up to `segments` of them, each prefix being a coarser block.
     A block of an exact profile keeps the fidelity of what it was computed on; what a `lossy` one
     may promise is measured for each model and never stands here.
     """
@@ -24,6 +25,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     decode_bps: float
     bound_extra: int = 0
+    segments: int = 1
 
 
 RAW = Profile(name="raw", number=1, codec_id=1, ratio=1.0, decode_bps=float("inf"))

@@ -136,7 +136,7 @@ def pack(header: Header) -> bytes:
 
 
 class Stamp:
-    """Packs headers of one segment that differ from a first one in what `pack` is told.
+    """Packs headers of as many segments that differ from a first one in what `pack` is told.
 
     Raises: TierKVError (invalid), see `frame.pack`.
     """
@@ -145,17 +145,25 @@ class Stamp:
         self._bytes = bytearray(pack(first))
 
     def pack(
-        self, key: bytes, part: bytes, position: int, raw_bytes: int, length: int, checksum: bytes
+        self,
+        key: bytes,
+        part: bytes,
+        position: int,
+        raw_bytes: int,
+        segments: Sequence[int],
+        checksums: bytes,
     ) -> bytearray:
         """Return a header's bytes, which hold until the next call.
 
-        `part` is packed; `checksum` is b"" where the first one is unsealed.
+        `part` is packed; `checksums` are n x 16 bytes, b"" where the first one is unsealed.
         """
         out = self._bytes
         _POSITION.pack_into(out, _POSITION_AT, position)
         out[_KEY], out[_PART] = key, part
-        _SIZES.pack_into(out, _SIZES_AT, raw_bytes, length)
-        _SEGMENT.pack_into(out, _FIXED.size, length, checksum or _UNSEALED)
+        _SIZES.pack_into(out, _SIZES_AT, raw_bytes, sum(segments))
+        for number, length in enumerate(segments):
+            checksum = checksums[16 * number : 16 * number + 16] or _UNSEALED
+            _SEGMENT.pack_into(out, _FIXED.size + number * _SEGMENT.size, length, checksum)
         out[_CHECKSUM_AT : _CHECKSUM_AT + 8] = _NO_CHECKSUM
         _CHECKSUM.pack_into(out, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(out))
         return out

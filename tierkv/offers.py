@@ -36,6 +36,15 @@ class Offer(NamedTuple):
     kl: float
 
 
+def exact_offers(fidelity: Fidelity) -> dict[int, Offer]:
+    """Return by number the profiles that a block may always take, when no other takes it."""
+    return {
+        profile.number: Offer(profile, NO_ARTIFACT, fidelity, 0.0)
+        for profile in PROFILES.values()
+        if not profile.lossy
+    }
+
+
 class Offers:
     """Decides by a gate; None: no gate file, so lossless only."""
 

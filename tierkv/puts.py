@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +12,18 @@ import numpy as np
 from tierkv import frame, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Column
-from tierkv.codec import BY_NUMBER, Profile
-from tierkv.errors import invalid
-from tierkv.fidelity import FIDELITIES, Fidelity
+from tierkv.client import Written
+from tierkv.codec import Profile
+from tierkv.errors import TierKVError, invalid
+from tierkv.fidelity import FIDELITIES
 from tierkv.key import KEY_BYTES
 from tierkv.limits import count_keys
 from tierkv.namespace import digest_of
+from tierkv.offers import Offer, exact_offers
 from tierkv.plan import PutPlan
 from tierkv.store import RAM, Store
 from tierkv.write_behind import WriteBehind
 
-HEADER_BYTES = frame.header_bytes(1)
 FINGERPRINT_BYTES = 32
 UNUSED_FROM = 1000
 """Blocks stored without one hit on what was found at start before that is called a problem."""
@@ -41,8 +43,15 @@ class _Reservation:
     fingerprint: bytes
     namespace: bytes
     tokens: int
-    artifact: bytes
+    profile: Profile
+    offers: dict[int, Offer]
+    """By number: the profiles that its units may be of."""
     seal: bool
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before each payload."""
+        return frame.header_bytes(self.profile.segments)
 
 
 class Puts:
@@ -71,11 +80,12 @@ class Puts:
         known += [
             head != NONE and self._known(head, call.fidelity, namespace) for head in heads[skipped:]
         ]
-        offers = {offer.profile: offer for offer in store.offers.allowed(call)}
+        offers = {offer.profile.number: offer for offer in store.offers.allowed(call)}
         if not offers:
             store.counters["put_refused_gate"] += known.count(False)
             return PutReply(reservation=0, refused=known.count(False))
-        profile = planner.plan_profile(list(offers), [low.io.rates for low in store.lower])
+        choice = [offer.profile for offer in offers.values()]
+        profile = planner.plan_profile(choice, [low.io.rates for low in store.lower])
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
@@ -97,8 +107,8 @@ class Puts:
         seal = store.settings.verify == "always"
         self.open[number] = _Reservation(
             owner, rows, before, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
-            store.namespaces.digest(namespace), call.tokens_per_block, offers[profile].artifact,
-            seal,
+            store.namespaces.digest(namespace), call.tokens_per_block, profile,
+            exact_offers(FIDELITIES[call.fidelity]) | offers, seal,
         )  # fmt: skip
         counts, runs = store.runs_of(rows)
         return PutReply(
@@ -107,7 +117,7 @@ class Puts:
             known=plan_known,
             refused=plan.refused,
             units=array("I", plan.units).tobytes(),
-            header_bytes=HEADER_BYTES,
+            header_bytes=self.open[number].header_bytes,
             run_counts=counts,
             runs=runs,
             seal=seal,
@@ -119,23 +129,26 @@ class Puts:
         if reservation is None:
             return Done()
         store, catalog, rows = self._store, self._store.catalog, reservation.rows
-        lengths = array("q", call.lengths) if len(call.lengths) % 8 == 0 else array("q")
-        sums = call.checksums
-        if len(lengths) != len(rows) or (reservation.seal and len(sums) != len(rows) * 16):
+        try:
+            units = _written(call, reservation)
+        except TierKVError:
             store.abort(rows)
-            raise invalid(f"commit names {len(lengths)} lengths for {len(rows)} units")
-        bounds = map(catalog.nbytes.__getitem__, rows)
+            raise
+        room = -reservation.header_bytes
         written = [
-            0 < length <= bound - HEADER_BYTES
-            for length, bound in zip(lengths, bounds, strict=True)
+            0 < unit.length <= catalog.nbytes[row] + room
+            for unit, row in zip(units, rows, strict=True)
         ]
         stop = written.index(False) if False in written else len(rows)
         if catalog.generation[rows[0]] < store.namespaces.minimum[catalog.namespace[rows[0]]]:
             stop = 0  # cleared since
-        done, lengths = rows[:stop], lengths[:stop]
+        done, units = rows[:stop], units[:stop]
         store.abort(rows[stop:])  # and all behind what was given up: no reader could reach them
-        self._seal(reservation, lengths, sums if reservation.seal else b"")
-        store.totals["stored_bytes"] += sum(lengths)
+        self._seal(reservation, units, call.checksums if reservation.seal else b"")
+        store.totals["stored_bytes"] += sum(unit.length for unit in units)
+        store.counters["put_fallback"] += sum(
+            unit.profile != reservation.profile.number for unit in units
+        )
         catalog.commit(done)
         store.totals["put_units"] += len(done)
         self._look_for_reuse()
@@ -219,7 +232,8 @@ class Puts:
     def _plan(self, keys: bytes, known: list[bool], raw: list[int], profile: Profile) -> PutPlan:
         store, catalog = self._store, self._store.catalog
         page = store.host.page_bytes
-        sizes = [-(-(HEADER_BYTES + size + profile.bound_extra) // page) * page for size in raw]
+        extra = frame.header_bytes(profile.segments) + profile.bound_extra
+        sizes = [-(-(size + extra) // page) * page for size in raw]
         free = store.host.space().free
         return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, len(raw))
 
@@ -234,7 +248,7 @@ class Puts:
             if not len(mine):
                 continue
             blocks = units[mine] // len(parts)
-            nbytes = HEADER_BYTES + size + profile.bound_extra
+            nbytes = frame.header_bytes(profile.segments) + size + profile.bound_extra
             locators = store.host.reserve_all(nbytes, len(mine))
             assert locators is not None, "the plan promised room"
             columns: dict[str, Column] = {
@@ -252,25 +266,27 @@ class Puts:
             rows[mine] = store.catalog.begin_alike(RAM, part, keys, columns)
         return rows.tolist()
 
-    def _seal(self, held: _Reservation, lengths: Sequence[int], checksums: bytes) -> None:
+    def _seal(self, held: _Reservation, units: Sequence[Written], checksums: bytes) -> None:
         """Trim the first frames, which are written, to their sizes and write their headers."""
-        if not lengths:
-            return
-        catalog, host = self._store.catalog, self._store.host
-        stamp = frame.Stamp(self._header(held, lengths[0], sealed=bool(checksums)))
+        catalog, host, most = self._store.catalog, self._store.host, held.profile.segments
         parts = {
             number: catalog.part_at(number).pack()
             for number in {catalog.part[row] for row in held.rows}
         }
-        for index, (row, length) in enumerate(zip(held.rows, lengths, strict=False)):
-            if HEADER_BYTES + length != catalog.nbytes[row]:
-                self._trim(row, HEADER_BYTES + length)
-            header = stamp.pack(
+        stamps = {
+            number: frame.Stamp(self._header(held, held.offers[number], sealed=bool(checksums)))
+            for number in {unit.profile for unit in units}
+        }
+        for index, (row, unit) in enumerate(zip(held.rows, units, strict=False)):
+            if held.header_bytes + unit.length != catalog.nbytes[row]:
+                self._trim(row, held.header_bytes + unit.length)
+            catalog.profile[row] = unit.profile
+            header = stamps[unit.profile].pack(
                 catalog.key(row), parts[catalog.part[row]], catalog.position[row],
-                held.raw[index], length, checksums[index * 16 : index * 16 + 16],
+                held.raw[index], unit.segments, checksums[index * 16 * most :][: 16 * most],
             )  # fmt: skip
             start = host.start(catalog.locator[row])
-            host.view[start : start + HEADER_BYTES] = header
+            host.view[start : start + held.header_bytes] = header
 
     def _trim(self, row: int, nbytes: int) -> None:
         catalog, host = self._store.catalog, self._store.host
@@ -279,29 +295,47 @@ class Puts:
             locator = host.truncate(locator, nbytes)
         catalog.resize(row, nbytes, allocated, locator)
 
-    def _header(self, held: _Reservation, length: int, *, sealed: bool) -> frame.Header:
-        """Return the header of a reservation's first frame, from which the others differ little."""
-        catalog, row = self._store.catalog, held.rows[0]
-        profile = BY_NUMBER[catalog.profile[row]]
-        fidelity = FIDELITIES[catalog.fidelity[row]]
-        lossy = frame.LOSSY if fidelity < Fidelity.EXACT else 0
+    def _header(self, held: _Reservation, offer: Offer, *, sealed: bool) -> frame.Header:
+        """Return a header of a reservation's frames of one profile, which differ from it little."""
+        catalog, row, most = self._store.catalog, held.rows[0], held.profile.segments
+        lossy = frame.LOSSY if offer.profile.lossy else 0
         return frame.Header(
-            codec_id=profile.codec_id,
+            codec_id=offer.profile.codec_id,
             flags=catalog.flags[row] | lossy,
-            fidelity=fidelity,
+            fidelity=FIDELITIES[catalog.fidelity[row]],
             tokens=held.tokens,
             position=catalog.position[row],
             generation=catalog.generation[row],
             fingerprint=held.fingerprint,
             key=catalog.key(row),
             namespace=held.namespace,
-            artifact=held.artifact,
+            artifact=offer.artifact,
             part=catalog.part_of(row),
             raw_bytes=held.raw[0],
             epoch=self._store.host.epoch,
-            segments=(length,),
-            checksums=(bytes(16),) if sealed else (),
+            segments=(1,) * most,
+            checksums=(bytes(16),) * most if sealed else (),
         )
+
+
+def _written(call: CommitCall, held: _Reservation) -> list[Written]:
+    """Return what a commit says of each unit. Raises: TierKVError (invalid)."""
+    count, most = len(held.rows), held.profile.segments
+    lengths = call.lengths if most == 1 else call.segments
+    whole = struct.unpack(f"<{len(lengths) // 8}q", lengths) if len(lengths) % 8 == 0 else ()
+    sums = 16 * count * most if held.seal else 0
+    if len(whole) != count * most or (held.seal and len(call.checksums) != sums):
+        raise invalid(f"commit names {len(whole)} lengths for {count} units of {most} segments")
+    profiles = call.profiles or bytes([held.profile.number]) * count
+    units = [
+        Written(number, whole[at * most : (at + 1) * most]) for at, number in enumerate(profiles)
+    ]
+    if len(units) != count or any(min(unit.segments) < 0 for unit in units):
+        raise invalid(f"commit names {len(profiles)} profiles for {count} units, or negative bytes")
+    odd = {unit.profile for unit in units if unit.length} - held.offers.keys()
+    if odd:
+        raise invalid(f"profiles {sorted(odd)} are not among those that the put may use")
+    return units
 
 
 def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:

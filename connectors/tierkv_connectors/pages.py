@@ -5,17 +5,22 @@ host memory once. All else passes through one scratch block in host memory, wher
 through a scratch payload when the frame lies in several pieces.
 """
 
+import logging
+from collections import Counter
+
 import torch
 
 from tierkv import frame
-from tierkv.client import Pieces, Transfer
-from tierkv.codec import BY_CODEC_ID, RAW, Profile
+from tierkv.client import GIVEN_UP, Pieces, Transfer, Written
+from tierkv.codec import BY_CODEC_ID, LOSSLESS, RAW, Profile
 from tierkv.errors import TierKVError, invalid
 from tierkv.identity import Identity
 from tierkv.part import Part
-from tierkv_codecs import CODECS, CodecRegistry, Place
+from tierkv_codecs import CODECS, CodecRegistry, Place, Unsuited
 from tierkv_connectors.device import Lane
 from tierkv_connectors.views import Views
+
+_LOG = logging.getLogger("tierkv")
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -56,14 +61,18 @@ class UnitCopier:
         self._raw_bytes = part.raw_bytes(identity)
         self._place = Place(layers[part.layer_start : part.layer_stop], part, 0)
         self._codecs = codecs
+        self.unsuited: Counter[str] = Counter()
         self._lane = lane
         self._block: torch.Tensor | None = None
         self._payload: torch.Tensor | None = None
 
-    def write(self, views: Views, profile: Profile, pieces: Pieces, position: int) -> int:
+    def write(self, views: Views, profile: Profile, pieces: Pieces, position: int) -> Written:
         """Encode the views, whose first token has `position`, into the pieces of a reservation.
 
-        Returns: payload bytes; 0 when they do not fit, which gives the unit up.
+        A block that the profile's codec cannot take is stored losslessly, counted in `unsuited` by
+        profile and reason, and said once for each.
+
+        Returns: what was written; `GIVEN_UP` when it does not fit.
         """
         return self.encode(self.take(views, profile, pieces), profile, pieces, position)
 
@@ -78,23 +87,37 @@ class UnitCopier:
         return block
 
     @torch.no_grad()
-    def encode(self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int) -> int:
+    def encode(
+        self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int
+    ) -> Written:
         """End what `take` began with the same pieces; returns what `write` does."""
         self._lane.wait()
         if block is not self._block:
-            return self._raw_bytes
+            return Written(RAW.number, (self._raw_bytes,))
+        try:
+            return self._encode(block, profile, pieces, position)
+        except Unsuited as refused:
+            reason = f"{profile.name}: {refused.reason}"
+            self.unsuited[reason] += 1
+            if self.unsuited[reason] == 1:
+                _LOG.warning("blocks are stored losslessly that %s", reason)
+            return self._encode(block, LOSSLESS, pieces, position)
+
+    def _encode(
+        self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int
+    ) -> Written:
         codec = self._codecs.named(profile.name)
         place = self._place._replace(position=position)
         bound = codec.bound(self._raw_bytes)
         if len(pieces) == 1 and len(pieces[0]) >= bound:
             out = torch.frombuffer(pieces[0], dtype=torch.uint8)
-            return sum(codec.encode(block, out, place))
+            return Written(profile.number, codec.encode(block, out, place))
         payload = self._scratch_payload(bound)
-        length = sum(codec.encode(block, payload, place))
-        if length > sum(map(len, pieces)):
-            return 0
-        _spread(payload[:length], pieces)
-        return length
+        written = Written(profile.number, codec.encode(block, payload, place))
+        if written.length > sum(map(len, pieces)):
+            return GIVEN_UP
+        _spread(payload[: written.length], pieces)
+        return written
 
     @torch.no_grad()
     def read(self, transfer: Transfer, unit: int, header: frame.Header, views: Views) -> bool:
@@ -128,7 +151,8 @@ class UnitCopier:
         block = self._scratch_block()
         codec = self._codecs.of_id(header.codec_id, header.artifact)
         place = self._place._replace(position=header.position)
-        codec.decode(self._collect(pieces, header.payload_bytes), header.segments, block, place)
+        segments = tuple(length for length in header.segments if length)
+        codec.decode(self._collect(pieces, header.payload_bytes), segments, block, place)
         self._lane.scatter(block, views)
 
     def _target(self, profile: Profile, pieces: Pieces) -> torch.Tensor:

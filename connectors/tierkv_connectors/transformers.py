@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from tierkv.client import Client, Reservation, Transfer
 from tierkv.codec import profile_of
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
+from tierkv.frame import DERIVED, LOSSY, Header
 from tierkv.key import Extras, chain_keys, root_key
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecRegistry
@@ -103,6 +105,8 @@ class PrefixCache:
         self.part = Part.whole(self.identity, 0)
         self.edge = Edge()
         self.cost = PrefillCost()
+        self._inexact: WeakSet[DynamicCache] = WeakSet()
+        """Caches that begin with KV that lost something: what is computed on them is derived."""
         self.tokens_by_tier: Counter[str] = Counter()
         """Tokens that loads reused, by the tier they came from."""
         self._client = client
@@ -213,9 +217,13 @@ class PrefixCache:
             return None
         with transfer:
             keys, values = self._room(reply.blocks * block)
-            count = self._read(transfer, keys, values, deadline)
+            headers = transfer.headers()
+            count = self._read(transfer, headers, keys, values, deadline)
         self.tokens_by_tier.update(tokens_by_tier(reply.sources, count * block, block))
-        return self._filled(keys, values, count * block), count * block
+        cache = self._filled(keys, values, count * block)
+        if any(header.flags & (LOSSY | DERIVED) for header in headers[:count]):
+            self._inexact.add(cache)
+        return cache, count * block
 
     def _match_call(self, tokens: npt.NDArray[np.int32], deadline_s: float) -> MatchCall:
         return MatchCall(
@@ -246,13 +254,14 @@ class PrefixCache:
     def _read(
         self,
         transfer: Transfer,
+        headers: Sequence[Header],
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
         deadline: float,
     ) -> int:
         """Fill the tensors block by block; returns how many are sound, up to the first doubt."""
         read = 0
-        for number, header in enumerate(transfer.headers()):
+        for number, header in enumerate(headers):
             views = self._views(keys, values, number)
             late = time.monotonic() > deadline
             if late or not self._copier.read(transfer, number, header, views):
@@ -307,7 +316,7 @@ class PrefixCache:
                 profiles=self._profiles,
                 family=self.identity.family,
                 artifacts=self._artifacts,
-                derived=self._fidelity < Fidelity.EXACT,
+                derived=cache in self._inexact,
             )
         )
         return 0 if reservation is None else self._write(reservation, keys, values)
@@ -342,7 +351,7 @@ class PrefixCache:
     ) -> int:
         profile = profile_of(reservation.profile)
         try:
-            lengths = [
+            units = [
                 self._copier.write(
                     self._views(keys, values, unit),
                     profile,
@@ -351,7 +360,7 @@ class PrefixCache:
                 )
                 for index, unit in enumerate(reservation.units)
             ]
-            return reservation.commit(lengths)
+            return reservation.commit_written(units)
         finally:
             reservation.abort()
 

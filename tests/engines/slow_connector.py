@@ -23,7 +23,7 @@ class SlowConnector(TierKVConnector):
         assert isinstance(self._worker, Worker)
         write = self._worker._writer.write
 
-        def slow(*arguments: Any) -> int:
+        def slow(*arguments: Any) -> Any:
             time.sleep(COPY_S)
             return write(*arguments)
 

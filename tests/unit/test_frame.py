@@ -194,7 +194,7 @@ def test_a_stamp_packs_what_pack_does(*, sealed: bool) -> None:
     for number in range(1, 20):
         other = msgspec.structs.replace(header(number), artifact=first.artifact)
         packed = stamp.pack(
-            other.key, other.part.pack(), other.position, other.raw_bytes, other.segments[0],
+            other.key, other.part.pack(), other.position, other.raw_bytes, other.segments,
             other.checksums[0] if sealed else b"",
         )  # fmt: skip
         assert packed == frame.pack(other)

@@ -102,7 +102,7 @@ def test_r07_nothing_is_saved_before_it_was_computed(
     """Saves are slow, blocks are given to others at once, steps go on: no wrong value is stored."""
     original = worker_module.Worker._write
 
-    def slow(self: Any, saving: Any, reservation: Any) -> list[int]:
+    def slow(self: Any, saving: Any, reservation: Any) -> Any:
         time.sleep(0.03)
         return original(self, saving, reservation)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from tierkv.client import Client, Reservation, Transfer
+from tierkv.client import GIVEN_UP, Client, Reservation, Transfer, Written
 from tierkv.codec import profile_of
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
@@ -204,17 +204,17 @@ class Worker(_Reports):
             return
         try:
             self._out.after(saving.mark)
-            lengths = self._write(saving, reservation)
-            self.counters["saved_blocks"] += reservation.commit(lengths)
+            units = self._write(saving, reservation)
+            self.counters["saved_blocks"] += reservation.commit_written(units)
         finally:
             self._out.wait()  # what was begun still writes to the reservation
             reservation.abort()
 
-    def _write(self, saving: _Saving, reservation: Reservation) -> list[int]:
-        """Return payload bytes of the reservation's units, 0 from the first that was lost on."""
+    def _write(self, saving: _Saving, reservation: Reservation) -> list[Written]:
+        """Return what was written of a reservation's units, nothing from the first lost one on."""
         profile, ratio = profile_of(reservation.profile), self._kept.ratio
         tokens = self._kept.identity.tokens_per_block
-        lengths = [0] * len(reservation.units)
+        units = [GIVEN_UP] * len(reservation.units)
         wanted = [saving.save.blocks[unit * ratio :][:ratio] for unit in reservation.units]
         with saving.guard:
             saving.left = set().union(*wanted)
@@ -226,5 +226,5 @@ class Worker(_Reports):
                 block = self._writer.take(self._layout.views(blocks), profile, pieces)
                 saving.left.difference_update(blocks)
             position = reservation.units[index] * tokens
-            lengths[index] = self._writer.encode(block, profile, pieces, position)
-        return lengths
+            units[index] = self._writer.encode(block, profile, pieces, position)
+        return units
