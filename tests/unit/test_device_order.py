@@ -17,6 +17,7 @@ from tests.vllm_double import Asked, EngineDouble, kept_of, prompts
 from tierkv.cache import TierKV
 from tierkv.calls import AbortCall, Call, CommitCall, ReleaseCall
 from tierkv.channel import EmbeddedChannel
+from tierkv.client import Written
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.device import cuda as cuda_module
@@ -140,7 +141,7 @@ def test_a_step_goes_behind_the_copies_of_what_it_overwrites(
     taken, fenced = threading.Event(), threading.Event()
     encode = UnitCopier.encode
 
-    def later(self: UnitCopier, *args: Any) -> int:
+    def later(self: UnitCopier, *args: Any) -> Written:
         taken.set()
         assert fenced.wait(30)
         return encode(self, *args)
