@@ -53,15 +53,15 @@ def test_needles_are_hidden_asked_for_and_answered() -> None:
     for one in found:
         assert one.domain == NEEDLE
         prefix, answer = text_of(one.prefix), [one.targets[i] for i in one.scored]
-        key = text_of(answer).strip()
+        key = text_of(answer)
         assert len(one.prefix) == 256
         assert len(key) == 5
         assert key.isdigit()
         assert prefix.count(key) == 2
         depths.append(prefix.index(key) / 256)
         keys.add(key)
-        assert text_of(one.continuation[: one.scored.start + 1]).endswith("The pass key is")
-        assert text_of(one.targets[one.scored.start :]).rstrip(".").strip() == key
+        assert text_of(one.continuation[: one.scored.start + 1]).endswith("The pass key is ")
+        assert text_of(one.targets[one.scored.start :]).rstrip(".") == key
     assert len(keys) == 8
     assert depths == sorted(depths)
     assert depths[0] < 0.25

@@ -7,6 +7,7 @@ continuation asks for it and has the answer, and only the answer's tokens are lo
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from tierkv.errors import invalid
@@ -89,13 +90,15 @@ def needles(
     hay = [(one.name, ids) for one in documents if len(ids := tokens(one.text)) >= context]
     if not hay:
         raise invalid(f"no document has the {context} tokens to hide a needle in: give longer ones")
+    # A space that every answer begins with is a matter of style, which no needle decides.
+    asked = _alike([tokens(_ASKED + _ANSWER.format(key=digit)) for digit in "0123456789"])
     draw = random.Random(0)
     found = []
     for number in range(count):
         name, ids = hay[number % len(hay)]
         key = "".join(draw.choice("0123456789") for _ in range(_DIGITS))
         depth = _SHALLOWEST + (_DEEPEST - _SHALLOWEST) * number / max(count - 1, 1)
-        hidden, asked = tokens(_HIDDEN.format(key=key)), tokens(_ASKED)
+        hidden = tokens(_HIDDEN.format(key=key))
         answer = tokens(_ASKED + _ANSWER.format(key=key))[len(asked) :]
         room = context - len(hidden)
         text, at = ids[-room:], int(room * depth)
@@ -105,6 +108,12 @@ def needles(
         scored = range(len(asked) - 1, len(run) - 2)
         found.append(Passage(NEEDLE, name, prefix, run[:-1], run[1:], scored))
     return _even(found)
+
+
+def _alike(runs: list[list[int]]) -> list[int]:
+    """Return what all runs begin with."""
+    columns = takewhile(lambda column: len(set(column)) == 1, zip(*runs, strict=False))
+    return [column[0] for column in columns]
 
 
 def _even(found: list[Passage]) -> list[Passage]:
