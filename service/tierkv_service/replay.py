@@ -16,10 +16,12 @@ from tierkv.simulation import blocks
 from tierkv.simulation.blocks import Counts
 from tierkv.simulation.policies import contender
 from tierkv.simulation.result import Result, of_blocks
+from tierkv.simulation.scenario import Scenario, read_scenario
+from tierkv.simulation.serving import Served, contest, read_workload, serve
 from tierkv.simulation.traces import Accesses, Trace, load
 from tierkv_service.replay_serving import Setting, replay_over, show_served, write_json
 from tierkv_service.show import size
-from tierkv_service.sweep import BYTES_PER_TOKEN, sweep
+from tierkv_service.sweep import BYTES_PER_TOKEN, Panel, sweep_blocks, sweep_tiers
 
 
 class Order(NamedTuple):
@@ -35,47 +37,67 @@ class Order(NamedTuple):
 
 
 def run(order: Order, *, as_json: bool) -> int:
-    """Replay, then say or draw what came of it; returns the exit status."""
-    if order.setting is not None:
-        return _serve(order, order.setting, as_json=as_json)
-    if order.blocks is None and order.plot is None:
+    """Replay and say what came of it, or draw a sweep; returns the exit status."""
+    if order.blocks is None and order.setting is None and order.plot is None:
         raise invalid(
             "say --blocks N for a cache of N equal blocks, --config SCENARIO for modelled tiers, or"
             " --plot FILE.png for a sweep"
         )
-    if order.plot is not None and not order.plot.absolute().parent.is_dir():
-        raise invalid(f"--plot {order.plot}: there is no such folder")
+    if order.blocks is not None and (order.setting or order.plot):
+        raise invalid("--blocks goes without --config, which has its own tiers, and without --plot")
     contender(order.policy)
-    console = Console()
     trace = Trace(order.trace, order.file_tokens, order.tokens)
-    accesses = load(trace)
-    if order.blocks is not None:
+    if order.plot is not None:
+        _draw(order.plot, trace, order.setting)
+    elif order.setting is not None:
+        _serve(trace, order.setting, as_json=as_json)
+    elif order.blocks is not None:
+        accesses = load(trace)
         result = count(trace, accesses, order.policy, order.blocks)
         if as_json:
             sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         else:
-            show(result, accesses, order.blocks, console)
-    if order.plot is not None:
-        from tierkv_service.replay_plot import draw
-
-        panel = sweep(accesses, trace.tokens_per_block * BYTES_PER_TOKEN, watched)
-        order.plot.write_bytes(draw(trace.path.name, [panel]))
-        if not as_json:
-            console.print(f"drew {order.plot}", highlight=False)
+            show(result, accesses, order.blocks, Console())
     return 0
 
 
-def _serve(order: Order, setting: Setting, *, as_json: bool) -> int:
-    if order.blocks is not None or order.plot is not None:
-        raise invalid("--config goes without --blocks and --plot: a scenario has its own tiers")
-    trace = Trace(order.trace, order.file_tokens, order.tokens)
+def _serve(trace: Trace, setting: Setting, *, as_json: bool) -> None:
     with _progress(f"{setting.policy} over {setting.scenario}") as tell:
         served = replay_over(trace, setting, tell)
     if as_json:
         write_json(trace, setting, served)
     else:
         show_served(trace, setting, served, Console())
-    return 0
+
+
+def _draw(path: Path, trace: Trace, setting: Setting | None) -> None:
+    """Sweep and write a PNG file. Raises: TierKVError (invalid)."""
+    from tierkv_service.replay_plot import draw
+
+    if not path.absolute().parent.is_dir():
+        raise invalid(f"--plot {path}: there is no such folder")
+    if setting is None:
+        title = trace.path.name
+        block_bytes = trace.tokens_per_block * BYTES_PER_TOKEN
+        panels = [sweep_blocks(load(trace), block_bytes, watched)]
+    else:
+        title = f"{trace.path.name} over {setting.scenario}, class {setting.fidelity}"
+        panels = _sweep_tiers(trace, setting)
+    path.write_bytes(draw(title, panels))
+    sys.stderr.write(f"drew {path}\n")
+
+
+def _sweep_tiers(trace: Trace, setting: Setting) -> list[Panel]:
+    scenario = read_scenario(setting.scenario)
+    workload = read_workload(trace)
+
+    def over(each: Scenario, policy: str) -> Served:
+        chosen = contest(each, policy, setting.fidelity, workload.distinct, setting.seed)
+        with _progress(f"{policy}, {each.tier[0].gib:g} GiB of {each.tier[0].name}") as tell:
+            return serve(workload, each, setting.fidelity, chosen, setting.engines, tell)
+
+    accesses = load(trace)
+    return sweep_tiers(accesses, trace.tokens_per_block, scenario, setting.fidelity, over, watched)
 
 
 def count(trace: Trace, accesses: Accesses, policy: str, capacity: int) -> Result:

@@ -22,7 +22,9 @@ def draw(title: str, panels: Sequence[Panel]) -> bytes:
             look = {"color": "black", "linestyle": "--"} if curve.bound else {"marker": "o"}
             axes.plot(gib, curve.values, label=curve.name, markersize=4, **look)
         axes.set(xlabel=panel.of, ylabel=panel.what, xscale="log")
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xticks([nbytes / _GIB for nbytes in panel.curves[0].capacity_bytes])
+        axes.xaxis.set_major_formatter("{x:.3g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(loc="best", fontsize=8)

@@ -5,13 +5,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from tests.traces import trace_path
 from tierkv.errors import TierKVError
+from tierkv.simulation.cascade import MAKES
+from tierkv.simulation.scenario import Scenario, read_scenario
+from tierkv.simulation.serving import Served, contest, read_workload, serve
 from tierkv.simulation.traces import Trace, load
 from tierkv_service import cli, replay, sweep
+from tierkv_service.replay_plot import draw
 
 FIELDS = {"requests", "accesses", "block_hit", "prefix_hit", "ttft_s", "ttft_full_prefill_s"}
 FIELDS |= {"ttft_infinite_free_s", "by_tier", "by_class", "written_bytes", "quality_loss_mean"}
@@ -76,9 +81,7 @@ def test_a_table_for_people() -> None:
 
 def test_a_plot_is_the_same_twice(tmp_path: Path) -> None:
     for name in "a.png", "b.png":
-        assert f"drew {tmp_path}/{name}" in output(
-            trace_path("taubench"), "--plot", tmp_path / name
-        ).replace("\n", "")
+        assert output(trace_path("taubench"), "--plot", tmp_path / name) == ""
     image = (tmp_path / "a.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert image == (tmp_path / "b.png").read_bytes()
@@ -86,7 +89,7 @@ def test_a_plot_is_the_same_twice(tmp_path: Path) -> None:
 
 def test_the_curves_of_a_plot_rise_to_the_ideal_under_the_bound() -> None:
     accesses = load(Trace(trace_path("taubench")))
-    *curves, bound = sweep.sweep(accesses, 1000, replay.watched).curves
+    *curves, bound = sweep.sweep_blocks(accesses, 1000, replay.watched).curves
     assert bound.bound
     assert [curve.name for curve in curves] == list(sweep.POLICIES)
     for curve in curves:
@@ -98,6 +101,36 @@ def test_the_curves_of_a_plot_rise_to_the_ideal_under_the_bound() -> None:
         )
 
 
+def test_the_sweep_of_a_scenario_has_every_policy_over_its_bounds() -> None:
+    trace = Trace(trace_path("miniswe"))
+    workload, small = read_workload(trace), read_scenario("small")
+    tiers = [msgspec.structs.replace(tier, gib=tier.gib / 64) for tier in small.tier]
+    scenario = msgspec.structs.replace(small, tier=tiers)
+
+    def serve_over(each: Scenario, policy: str) -> Served:
+        chosen = contest(each, policy, "safe", workload.distinct, 0)
+        return serve(workload, each, "safe", chosen)
+
+    times, hits = sweep.sweep_tiers(
+        load(trace), trace.tokens_per_block, scenario, "safe", serve_over, replay.watched
+    )
+    names = [curve.name for curve in times.curves[:-1]]
+    assert names == [curve.name for curve in hits.curves[:-1]]
+    assert {name.partition("@")[0] for name in names} == {"lru", "evicpress", *MAKES}
+    for curve in times.curves:
+        assert curve.capacity_bytes == [int(each * (16 << 30) / 64) for each in sweep.TIMES]
+        assert all(
+            mine >= least for mine, least in zip(curve.values, times.curves[-1].values, strict=True)
+        )
+        assert curve.values[-1] <= curve.values[0]
+    for curve in hits.curves:
+        assert all(
+            mine <= most + 0.5
+            for mine, most in zip(curve.values, hits.curves[-1].values, strict=True)
+        )
+    assert draw("both", [times, hits]).startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -106,6 +139,9 @@ def test_the_curves_of_a_plot_rise_to_the_ideal_under_the_bound() -> None:
         (("--blocks", "5", "--policy", "mru"), "'mru' is not known; use one of lru"),
         (("--blocks", "5", "--block-tokens", "100"), "multiple"),
         (("--plot", os.devnull + "/none/a.png"), "no such folder"),
+        (("--blocks", "5", "--plot", "a.png"), "without --plot"),
+        (("--blocks", "5", "--config", "small"), "without --config"),
+        (("--config", "small", "--plot", os.devnull + "/none/a.png"), "no such folder"),
     ],
 )
 def test_what_the_caller_must_change_is_said(arguments: tuple[str, ...], says: str) -> None:
