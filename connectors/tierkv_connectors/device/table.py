@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierkv_connectors.views import Views, halves
+from tierkv_connectors.views import Views
 
 SOURCE = Path(__file__).with_name("copy.cu")
 AXES = 8
@@ -70,10 +70,18 @@ def tables(
         to_pages: scatter instead of gather.
     """
     spans: dict[Shape, list[tuple[int, int]]] = {}
-    start = at - block.data_ptr()
-    for tensor, place in halves(views, block):
-        address = start + place.data_ptr()
-        spans.setdefault(_shape(tensor, place, address), []).append((tensor.data_ptr(), address))
+    known: dict[tuple[object, ...], Shape] = {}  # views are many, and alike but for their place
+    layer, half, token = (step * block.element_size() for step in block.stride()[:3])
+    for piece in views:
+        start = at + piece.layers.start * layer + piece.tokens.start * token
+        for number, tensor in enumerate((piece.keys, piece.values)):
+            page, address = tensor.data_ptr(), start + number * half
+            alike = tensor.shape, tensor.stride(), page % WORDS[0], address % WORDS[0]
+            shape = known.get(alike)
+            if shape is None:
+                place = block[piece.layers, number, piece.tokens].view(tensor.shape)
+                shape = known[alike] = _shape(tensor, place, address)
+            spans.setdefault(shape, []).append((page, address))
     for shape, pairs in spans.items():
         for first in range(0, len(pairs), SPANS):
             yield shape.word, _table(shape, pairs[first : first + SPANS], to_pages=to_pages)
