@@ -85,7 +85,7 @@ _contexts = _Contexts()
 
 @dataclass(frozen=True)
 class Lossless:
-    """Byte planes and Huffman coding; `python -m bench.lossless` measures it beside others."""
+    """Byte planes and Huffman coding; `python -m bench.codecs` measures it beside others."""
 
     id: int = 2
     name: str = "lossless"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench.lossless
+import bench.codecs
 from tests.contract.codec_contract import (
     ExactCodecContract,
     encoded,
@@ -95,7 +95,7 @@ class TestLossless(ExactCodecContract):
 
 @pytest.fixture(scope="module")
 def real_kv(model_dir: Path) -> torch.Tensor:
-    return bench.lossless.real_kv(model_dir, PROMPT_TOKENS)
+    return bench.codecs.real_kv(model_dir, PROMPT_TOKENS)
 
 
 @dataclass(frozen=True)
