@@ -66,9 +66,25 @@ FP8 = Profile(
     bound_extra=1024,
 )
 
-PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS, INT8, INT4, FP8)}
+KVTC = tuple(
+    Profile(
+        name=f"kvtc@{ratio}x",
+        number=number,
+        codec_id=6,
+        lossy=True,
+        ratio=1.1 * ratio,
+        decode_bps=0.1e9,
+        bound_extra=1024,
+        segments=4,
+    )
+    for number, ratio in ((6, 4), (7, 8), (8, 16), (9, 32))
+)
+"""One format at four levels: what `tierkv calibrate` makes unless it is told other ratios."""
+
+PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS, INT8, INT4, FP8, *KVTC)}
 BY_NUMBER = {profile.number: profile for profile in PROFILES.values()}
-BY_CODEC_ID = {profile.codec_id: profile for profile in PROFILES.values()}
+BY_CODEC_ID = {profile.codec_id: profile for profile in reversed(PROFILES.values())}
+"""The first of each format: where only a frame's header is known, its costs count."""
 
 
 def profile_of(name: str) -> Profile:
