@@ -28,6 +28,7 @@ from tierkv.errors import TierKVError
 from tierkv.executor import Threads
 from tierkv.part import Part
 from tierkv.settings import Settings, client_socket, load
+from tierkv_connectors.calibrated import codecs_with
 from tierkv_connectors.device import Device
 from tierkv_connectors.device.cuda import CudaDevice
 from tierkv_connectors.device.host import HostDevice
@@ -166,13 +167,16 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             cuda = layout.device.type == "cuda"
             self._device = CudaDevice(layout.device) if cuda else HostDevice()
             self_test(layout, kv_caches, layers, self._device)
+            codecs = codecs_with(self._options.artifact, self._kept.identity, self._kept.part)
+            for name in self._options.profiles:
+                codecs.named(name)
         except TierKVError as error:
             _log.error("tierkv keeps nothing of this engine: %s", error)
             return
         self._client = self._connect(arena=True)
         self._threads = Threads({"load": 1, "save": 1})
         self._worker = Worker(
-            self._kept, self._client, self._threads, layout, self._device, self._edge
+            self._kept, self._client, self._threads, layout, self._device, self._edge, codecs
         )
         _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
 

@@ -49,6 +49,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Class of what requests are served that do not ask for another one."""
     profiles: tuple[str, ...] = ("raw", "lossless")
     """What saves may encode to, as far as the class and the sidecar's gate allow."""
+    artifact: str = ""
+    """File of `tierkv calibrate`, for profiles of kvtc."""
     experimental_cuda: bool = False
     """Keep KV that lies on a GPU: compiled and tested against its CPU twin, but not run there."""
 
@@ -184,7 +186,9 @@ class Kept:
             deadline_s=deadline_s,
         )
 
-    def put_call(self, fingerprint: bytes, keys: bytes, fidelity: Fidelity) -> PutCall:
+    def put_call(
+        self, fingerprint: bytes, keys: bytes, fidelity: Fidelity, artifacts: tuple[bytes, ...]
+    ) -> PutCall:
         """Return the offer of a chain that was computed on a prefix of a class."""
         return PutCall(
             namespace=self.options.namespace,
@@ -197,6 +201,7 @@ class Kept:
             tokens_per_block=self.tokens,
             profiles=self.options.profiles,
             family=self.identity.family,
+            artifacts=artifacts,
             derived=fidelity < Fidelity.EXACT,
         )
 

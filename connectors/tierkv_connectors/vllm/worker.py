@@ -17,6 +17,7 @@ from tierkv.client import GIVEN_UP, Client, Reservation, Transfer, Written
 from tierkv.codec import profile_of
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
+from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_connectors.device import Device, Mark
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.pages import UnitCopier
@@ -93,6 +94,7 @@ class Worker(_Reports):
         layout: of the engine's registered tensors.
         device: where they are.
         edge: counts what goes wrong.
+        codecs: that have the engine's profiles, and all others that may be read.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Worker(_Reports):
         layout: Layout,
         device: Device,
         edge: Edge,
+        codecs: CodecRegistry = CODECS,
     ) -> None:
         super().__init__()
         self._kept = kept
@@ -112,8 +115,9 @@ class Worker(_Reports):
         self._edge = edge
         self._device = device
         self._in, self._out = device.lane(kept.raw_bytes), device.lane(kept.raw_bytes)
-        self._reader = UnitCopier(kept.identity, kept.part, self._in)
-        self._writer = UnitCopier(kept.identity, kept.part, self._out)
+        self._reader = UnitCopier(kept.identity, kept.part, self._in, codecs)
+        self._writer = UnitCopier(kept.identity, kept.part, self._out, codecs)
+        self._artifacts = tuple(codecs.named(name).artifact for name in kept.options.profiles)
         self._saving: list[_Saving] = []
 
     def fence(self, plan: StepPlan) -> None:
@@ -198,7 +202,9 @@ class Worker(_Reports):
 
     def _offer(self, saving: _Saving) -> None:
         reservation = self._client.put(
-            self._kept.put_call(saving.save.fingerprint, saving.save.keys, saving.save.fidelity)
+            self._kept.put_call(
+                saving.save.fingerprint, saving.save.keys, saving.save.fidelity, self._artifacts
+            )
         )
         if reservation is None:
             return
