@@ -1,27 +1,44 @@
 """KVTC through the store: an artifact's profiles, their segments, and what falls back."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tests.kvtc_rigs import DIM, HEADS, LAYERS, artifact, foreign, text_like
+from tests.kvtc_rigs import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PART,
+    SPEC,
+    artifact,
+    calibration_rows,
+    foreign,
+    header,
+    text_like,
+)
 from tests.unit.test_gate import domain, entry
 from tierkv import frame, gate
 from tierkv.cache import TierKV
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client
 from tierkv.codec import BY_CODEC_ID, PROFILES
+from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
+from tierkv.identity import Identity
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stat import from_wire
 from tierkv.tiers.host import HostSettings
 from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_codecs.kvtc import codecs_of
+from tierkv_codecs.kvtc_calibrate import calibrate
+from tierkv_connectors.calibrated import codecs_with
 from tierkv_connectors.transformers import PrefixCache, identity_of
 
 BLOCK = 64
@@ -145,3 +162,20 @@ def test_the_core_knows_the_profiles_of_the_usual_ratios() -> None:
         assert profile.codec_id == codec.id
         assert codec.levels <= profile.segments
         assert codec.bound(4096) <= 4096 + profile.bound_extra
+
+
+def test_an_engine_has_the_codecs_of_its_own_artifact_only(tmp_path: Path) -> None:
+    file = tmp_path / "synthetic.kvtc"
+    file.write_bytes(calibrate(calibration_rows(), header(), lambda _name, _share: None))
+    identity = Identity(
+        model="synthetic", weights="seed 7", kv_dtype="bf16", tokens_per_block=BLOCK,
+        layers=(SPEC,) * LAYERS,
+    )  # fmt: skip
+    names = {codec.name for codec in codecs_with(file, identity, PART).all()}
+    assert {"raw", "int8", "kvtc@4x", "kvtc@8x"} <= names
+    assert codecs_with("", identity, PART) is CODECS
+    other = msgspec.structs.replace(identity, weights="seed 8")
+    with pytest.raises(TierKVError, match="calibrated for"):
+        codecs_with(file, other, PART)
+    with pytest.raises(TierKVError, match="cannot be read"):
+        codecs_with(tmp_path / "none.kvtc", identity, PART)
