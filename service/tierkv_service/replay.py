@@ -45,7 +45,8 @@ def run(order: Order, *, as_json: bool) -> int:
         )
     if order.blocks is not None and (order.setting or order.plot):
         raise invalid("--blocks goes without --config, which has its own tiers, and without --plot")
-    contender(order.policy)
+    if order.setting is None:
+        contender(order.policy)
     trace = Trace(order.trace, order.file_tokens, order.tokens)
     if order.plot is not None:
         _draw(order.plot, trace, order.setting)

@@ -66,6 +66,14 @@ def test_a_policy_is_chosen_by_name() -> None:
     assert result["block_hit"] == pytest.approx(0.7700, abs=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["evicpress", "lru@int8", "gdsf"])
+def test_a_policy_over_a_scenario_is_chosen_by_name(policy: str) -> None:
+    result = found(trace_path("taubench"), "--config", "small", "--policy", policy)
+    assert set(result) >= FIELDS
+    assert result["policy"] == policy
+    assert 0 < result["ttft_s"]["mean"] < result["ttft_full_prefill_s"]["mean"]
+
+
 def test_blocks_are_regrouped() -> None:
     result = found(trace_path("miniswe"), "--blocks", "9999", "--block-tokens", "256")
     accesses = load(Trace(trace_path("miniswe"), tokens=256))
