@@ -17,6 +17,7 @@ The functions raise LostError and then leave outcomes that are not decided as th
 
 import secrets
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -158,19 +159,20 @@ def store(
     """Write frames; after an error reply no more are sent, and it is returned."""
     refused: Refused | None = None
     names = [unpublished(prefix, job.key) for job in jobs]
-    puts = [put for job, name in zip(jobs, names, strict=True) for put in _puts(job, name, ttl_s)]
-    sent = flying = 0
-    for done, put in enumerate(puts):
+    pairs = zip(jobs, names, strict=True)
+    puts = (put for job, name in pairs for put in _puts(job, name, ttl_s))
+    ahead, sent, flying = next(puts, None), deque[_Put](), 0
+    while sent or (ahead is not None and refused is None):
         while (
             refused is None
-            and sent < len(puts)
-            and _room(sent - done, flying + puts[sent].nbytes, WRITE_WINDOW_BYTES)
+            and ahead is not None
+            and _room(len(sent), flying + ahead.nbytes, WRITE_WINDOW_BYTES)
         ):
-            link.send(puts[sent].buffers)
-            flying += puts[sent].nbytes
-            sent += 1
-        if done == sent:
-            break
+            link.send(ahead.buffers)
+            sent.append(ahead)
+            flying += ahead.nbytes
+            ahead = next(puts, None)
+        put = sent.popleft()
         reply: Reply = None
         for _ in range(put.replies):
             reply = link.reply()
@@ -180,9 +182,9 @@ def store(
         if put.last and (reply == 1 or refused is None):
             outcomes[put.job.number] = DONE if reply == 1 else EVICTED
     if refused is not None:
-        link.send([request(b"UNLINK", *names)])
-        link.reply()
+        link.send([request(b"UNLINK", name) for name in names])
         for job in jobs:
+            link.reply()
             outcomes[job.number] = outcomes[job.number] or judged(refused)
     return refused
 
