@@ -1,4 +1,4 @@
-"""Command line: `tierkv serve`, `stat`, `eval`, `calibrate`, `replay` and `demo`.
+"""Command line: `tierkv serve`, `stat`, `eval`, `calibrate`, `replay`, `advise` and `demo`.
 
 For people by default, `--json` for programs. What the caller must change is one line on standard
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
@@ -225,6 +225,25 @@ def replay(  # noqa: PLR0913 -- one for each option
         setting = Setting(config, policy or "evicpress", fidelity.value, engines, seed)
     order = Order(trace, policy or "lru", setting, blocks, plot, file_tokens, block_tokens)
     raise typer.Exit(run(order, as_json=as_json))
+
+
+@app.command()
+def advise(
+    *,
+    scenario: Annotated[
+        str, typer.Option("--scenario", help="h100-8b, small, or one's own TOML file.")
+    ] = "h100-8b",
+    fidelity: Annotated[
+        ServedClass, typer.Option("--class", help="What readers accept.")
+    ] = ServedClass.SAFE,
+    position: Annotated[
+        int, typer.Option("--position", min=0, help="Token at which the loaded run starts.")
+    ] = 0,
+) -> None:
+    """Say from which bandwidth on loading pays, and what each profile earns in each tier."""
+    from tierkv_service.advise import run
+
+    raise typer.Exit(run(scenario, fidelity.value, position))
 
 
 @app.command()
