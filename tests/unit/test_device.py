@@ -5,13 +5,16 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.late_cuda import INDEX, CompileException, LateCuda, installed
+from tests.sidecars import served, until
 from tests.vllm_double import kept_of
 from tests.vllm_layouts import BLOCKS, MAKE, Engine, pattern
 from tierkv.codec import profile_of
@@ -23,6 +26,7 @@ from tierkv_connectors.device.cuda import CudaDevice
 from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.device.pins import PinRefusedError, Pins, Span
 from tierkv_connectors.pages import UnitCopier
+from tierkv_connectors.sidecar import SidecarChannel
 from tierkv_connectors.views import Piece, Views
 
 GPU = torch.device("cuda", INDEX)
@@ -264,6 +268,24 @@ def test_r16_pinning_that_is_refused_is_one_warning_and_counted(
         "(ulimit -l)"
     )
     assert device.counters == {"pins_refused": 2}
+
+
+def test_r16_a_sidecar_s_arena_is_pinned_where_it_is_mapped(late: LateCuda, tmp_path: Path) -> None:
+    """Nothing is allocated beside it; it is let go before it is unmapped, and not while in use."""
+    device = CudaDevice(GPU)
+    with served(tmp_path / "s.sock") as sidecar:
+        channel = SidecarChannel(sidecar.path, on_map=device.pin, on_unmap=device.unpin)
+        view = channel.borrow()
+        assert view is not None
+        assert until(lambda: late.registered)
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        assert late.registered == {address: sidecar.store.arena.nbytes}
+        channel.close()
+        assert until(lambda: channel.counters.disconnects)
+        assert late.registered, "let go while it is borrowed"
+        channel.give_back()
+        assert until(lambda: not late.registered)
+    assert not device.counters
 
 
 class Registry:
