@@ -34,6 +34,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
+from tierkv_codecs.bits import kernel
 from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place
 from tierkv_codecs.tensors import (
     bits_of,
@@ -53,6 +54,8 @@ PIECE_GOOD = 64 * 1024
 PIECE_MIN = 32 * 1024
 PIECE_FLOOR = 4096
 """No payload has smaller pieces: a table is never long compared with the planes it describes."""
+PAIR = 2
+"""Planes of a two-byte value."""
 SAMPLE_RUNS, SAMPLE_RUN = 8, 512
 WORTH_CODING = 0.95
 """A lower plane is coded when a sample of it shrinks below this."""
@@ -250,11 +253,23 @@ def _pieces(payload: Bytes, piece: int, size: int, itemsize: int) -> Iterator[_P
 def _decode_planes(payload: Bytes, piece: int, target: Values) -> None:
     for start, stop, planes in _pieces(payload, piece, target.size, target.itemsize):
         into = target[start:stop]
+        if len(planes) == PAIR:
+            _join(
+                _plane(payload[planes[0]], into.size), _plane(payload[planes[1]], into.size), into
+            )
+            continue
         *lower, top = planes
         into[:] = _plane(payload[top], into.size)
         for plane in reversed(lower):
             np.left_shift(into, 8, out=into)
             np.bitwise_or(into, _plane(payload[plane], into.size), out=into)
+
+
+@kernel
+def _join(low: Bytes, high: Bytes, into: Values) -> None:
+    """Fill two-byte values from their planes, in one pass where numpy takes three."""
+    for at in range(len(into)):
+        into[at] = np.uint16(low[at]) | (np.uint16(high[at]) << 8)
 
 
 def _plane(code: Bytes, size: int) -> Bytes:
