@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tierkv_codecs.codec import CodecError, Place, Unsuited
 from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact, project
-from tierkv_codecs.kvtc_drift import drift, rounded, split
+from tierkv_codecs.kvtc_drift import drift_of, rounded, split
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
 from tierkv_codecs.kvtc_drift import tables as drift_tables
@@ -47,7 +47,7 @@ HEAD = struct.Struct(f"<{2 * STREAMS}I")
 """Words and escapes of each stream."""
 STATES = 4 * LANES
 BOUND_EXTRA = 1024
-GUARD = 2.0
+GUARD = 1.7
 """A block is refused when its error exceeds that of held-out text so many times."""
 GUARD_TOKENS = 16
 """So many tokens, spread over the block, are looked at by the guard."""
@@ -81,7 +81,8 @@ class Kvtc:
         means = self._means(block.device)
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
         indices = self._indices(rows)
-        pieces = [self._segment(indices, rows[1], number) for number in range(self.levels)]
+        lost = drift_of(self.artifact_file, rows[1], indices[1], self.levels)
+        pieces = [self._segment(indices, lost[number], number) for number in range(self.levels)]
         pieces[0] = exact + pieces[0]
         data = np.frombuffer(b"".join(pieces), np.uint8)
         if data.size > self.bound(block.numel() * block.itemsize):
@@ -177,17 +178,16 @@ class Kvtc:
             raise Unsuited("it is out of the artifact's domain")
 
     def _segment(
-        self, indices: Sequence[NDArray[np.int16]], values: torch.Tensor, number: int
+        self, indices: Sequence[NDArray[np.int16]], lost: torch.Tensor, number: int
     ) -> bytes:
         artifact, coded = self.artifact_file, []
         for side in (0, 1):
             level = artifact.level(side, number)
             cut = Level(*(part[: len(indices[side])] for part in level))
             coded.append(encode(indices[side], cut, artifact.tables[side]))
-        restored = artifact.restored(1, number, artifact.coarse(1, number, indices[1]))
-        ready, step = artifact.ready(1, number), artifact.header.drift_steps[number]
-        lost = rounded(drift(values, restored, artifact.sides[1], ready), step)
-        coded.append(encode(lost, drift_level(len(lost)), drift_tables(artifact.drift[number])))
+        drifted = rounded(lost, artifact.header.drift_steps[number])
+        tables = drift_tables(artifact.drift[number])
+        coded.append(encode(drifted, drift_level(len(drifted)), tables))
         head = [part.size for one in coded for part in one[1:]]
         parts = [one[at].tobytes() for at in range(STREAMS) for one in coded]
         return HEAD.pack(*head) + b"".join(parts)
@@ -225,10 +225,10 @@ def _decode(coarse: NDArray[np.int32], level: Level, tables: Tables, stream: Str
         raise CodecError("the payload is not one of this artifact") from None
 
 
-def codecs_of(artifact: Artifact) -> tuple[Kvtc, ...]:
+def codecs_of(artifact: Artifact, guard: float = GUARD) -> tuple[Kvtc, ...]:
     """Return the codecs of an artifact, from the coarsest: `kvtc@32x`, `kvtc@16x`, ..."""
     return tuple(
-        Kvtc(artifact, number + 1, f"kvtc@{ratio:g}x")
+        Kvtc(artifact, number + 1, f"kvtc@{ratio:g}x", guard)
         for number, ratio in enumerate(artifact.header.ratios)
     )
 

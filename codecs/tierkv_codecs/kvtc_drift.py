@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv_codecs.kvtc_artifact import Ready, Side
+from tierkv_codecs.kvtc_artifact import Artifact, Ready, Side
 from tierkv_codecs.kvtc_stream import MOST, NONE, SHIFTS, Level, Tables
 
 
@@ -24,23 +24,35 @@ def split(values: torch.Tensor, wide: int) -> torch.Tensor:
     return torch.cat([narrow, (values[:wide] - first.float()).bfloat16(), first])
 
 
-def drift(rows: torch.Tensor, restored: torch.Tensor, side: Side, ready: Ready) -> torch.Tensor:
-    """Return the weighted mean error, float32 [features], in steps.
+def drift(rows: torch.Tensor, means: torch.Tensor, side: Side, ready: Ready) -> torch.Tensor:
+    """Return the weighted mean error at each level, float32 [levels, features], in steps.
 
     Args:
         rows: [token, features] of the values, centred.
-        restored: float32 [rank, token], the coefficients that a reader will have.
+        means: float32 [rank, levels], over tokens, of the coefficients that a reader will have.
         side: of the values.
-        ready: at the level of `restored`.
+        ready: at the finest of the levels.
     """
     if not len(rows):
-        return torch.zeros(rows.shape[1])
-    mean = split(restored.mean(1, keepdim=True), len(ready.wide)).to(rows.device)
-    lost = rows.mean(0) - (mean.T @ ready.synthesis.to(rows.device)).float()[0]
+        return torch.zeros(means.shape[1], rows.shape[1])
+    found = split(means, len(ready.wide)).to(rows.device)
+    lost = rows.mean(0) - (found.T @ ready.synthesis.to(rows.device)).float()
     blocks, dim, _ = side.root.shape
-    apart = lost.cpu().view(blocks, dim, 1)
+    apart = lost.cpu().view(-1, blocks, dim).permute(1, 2, 0)
     weighted: torch.Tensor = torch.linalg.solve(side.root, apart)
-    return weighted.flatten()
+    return weighted.permute(2, 0, 1).flatten(1)
+
+
+def drift_of(
+    artifact: Artifact, rows: torch.Tensor, indices: NDArray[np.int16], levels: int
+) -> torch.Tensor:
+    """Return the drift of values at each of the first levels, from their finest indices."""
+    ready = artifact.ready(1, levels - 1)
+    means = torch.zeros(ready.rank, levels)
+    for number in range(levels):
+        restored = artifact.restored(1, number, artifact.coarse(1, number, indices))
+        means[: len(restored), number] = restored.sum(1) / max(len(rows), 1)
+    return drift(rows, means, artifact.sides[1], ready)
 
 
 def rounded(weighted: torch.Tensor, step: float) -> NDArray[np.int16]:

@@ -12,13 +12,10 @@ from tierkv_codecs.kvtc_calibrate import HELD, Rows
 from tierkv_codecs.lab.subject import Kv, LayerKv
 from tierkv_codecs.rope import unrope
 from tierkv_connectors.subject import TransformersSubject, cache_of
-from tierkv_connectors.transformers_identity import TOKENS_PER_BLOCK
 
 CONTEXT, CONTINUATION = 1024, 128
 GRADIENTS = 32
 """Sequences whose gradients are taken; more changes the metric little."""
-ALIKE = 0.05
-"""Share of the error's energy that is the same for all tokens of a block, as was measured."""
 SEED = 1
 
 Progress = Callable[[str, float], None]
@@ -98,7 +95,7 @@ def capture(
             slopes = subject.gradients(kv, ids[None, CONTEXT:], generator)
             coded = slice(SINKS, CONTEXT - CONTINUATION)
             found = _flat(slopes, coded, subject)
-            moments = [_moments(side) for side in found]
+            moments = [torch.einsum("lthi,lthj->lhij", side, side).flatten(0, 1) for side in found]
             sums = [old + new for old, new in zip(sums, moments, strict=True)] if sums else moments
         progress("reading", (number + 1) / len(sequences))
     used = len(range(0, len(sequences), every)) * (CONTEXT - CONTINUATION - SINKS)
@@ -106,20 +103,6 @@ def capture(
     keys, values = (torch.cat(side) for side in rows)
     assert len(layers) == len(sums[0]) // layers[0].kv_heads
     return Rows(keys, values, (sums[0] / used, sums[1] / used), held)
-
-
-def _moments(slopes: torch.Tensor) -> torch.Tensor:
-    """Return the metric, [layers x heads, d, d], of gradients [layer, token, head, dim], summed.
-
-    Errors of tokens are taken as alike in a share of ALIKE within a block: of these the gradients
-    add up before they are squared.
-    """
-    blocks = [part.sum(1, keepdim=True) for part in slopes.split(TOKENS_PER_BLOCK, dim=1)]
-    sums = torch.cat(blocks, 1)
-    apart, together = (
-        torch.einsum("lthi,lthj->lhij", part, part).flatten(0, 1) for part in (slopes, sums)
-    )
-    return apart + ALIKE * together
 
 
 def _flat(kv: Kv, span: slice, subject: CalibrationSubject) -> tuple[torch.Tensor, torch.Tensor]:
