@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tierkv.tiers.host import HostSettings
 from tierkv_connectors.device import cuda as cuda_module
 from tierkv_connectors.device.cuda import CudaDevice
 from tierkv_connectors.pages import UnitCopier
+from tierkv_connectors.vllm import worker as worker_module
 from tierkv_connectors.vllm.plan import StepPlan
 
 torch = pytest.importorskip("torch")
@@ -234,17 +236,17 @@ def test_a_load_that_ends_half_way_is_waited_for(
         if count > 2 and broken == "read":
             raise ZeroDivisionError
         if count == 2 and broken == "deadline":
-            monkeypatch.setattr(time, "monotonic", lambda: 1e18)
+            late_clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6)
+            monkeypatch.setattr(worker_module, "time", late_clock)
         return read(self, *args)
 
     with monkeypatch.context() as patched:
         patched.setattr(UnitCopier, "read", twice)
         request = engine.ask(tokens)
         engine.admit(request)
-        monotonic = time.monotonic
         while engine.threads.waiting("load"):
             time.sleep(0.001)
-        monkeypatch.setattr(time, "monotonic", monotonic)
+    monkeypatch.setattr(worker_module, "time", time)
     computed = engine.wait(request, request.external)
     assert computed == (0 if broken == "read" else 32)
     engine.compute(request, computed)
