@@ -166,6 +166,8 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     runs: bytes = b""
     seal: bool = False
     """Send the payload checksums with the commit: RAM is verified on every read."""
+    fallback: str = "lossless"
+    """Profile of a block that `profile` cannot take."""
 
 
 class CommitCall(Call, frozen=True, tag="commit"):

@@ -188,10 +188,11 @@ class Reservation:
         self._frames = frames
         self.number = reply.reservation
         self.profile = reply.profile
+        self.profiles = profile_of(reply.profile), profile_of(reply.fallback)
+        """Of its units, and of those that the first cannot take."""
         self.known = reply.known
         self.refused = reply.refused
         self.units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
-        self._planned = profile_of(reply.profile)
         self._header_bytes = reply.header_bytes
         self._seal = reply.seal
 
@@ -207,7 +208,7 @@ class Reservation:
 
         Returns: the count of units that became visible, 0 when the store is gone.
         """
-        return self.commit_written([Written(self._planned.number, (one,)) for one in lengths])
+        return self.commit_written([Written(self.profiles[0].number, (one,)) for one in lengths])
 
     def commit_written(self, units: Sequence[Written]) -> int:
         """Make units visible that may be of other profiles than the one the store chose.
@@ -216,7 +217,7 @@ class Reservation:
         """
         if not self.number:
             return 0
-        most = self._planned.segments
+        most = self.profiles[0].segments
         segments = [(*unit.segments, *(0,) * (most - len(unit.segments))) for unit in units]
         sums = [
             frame.digest(frame.cut(self.payload(index), sum(cut[:at]), cut[at]))
@@ -226,7 +227,7 @@ class Reservation:
         ]
         self._frames = []
         flat = [length for cut in segments for length in cut]
-        same = all(unit.profile == self._planned.number or not unit.length for unit in units)
+        same = all(unit.profile == self.profiles[0].number or not unit.length for unit in units)
         call = CommitCall(
             reservation=self.number,
             lengths=struct.pack(f"<{len(units)}q", *(unit.length for unit in units)),

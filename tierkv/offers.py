@@ -8,11 +8,11 @@ lossy frames that are found in a lower tier are left alone.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tierkv.calls import PutCall
-from tierkv.codec import BY_CODEC_ID, PROFILES, Profile
+from tierkv.codec import BY_CODEC_ID, LOSSLESS, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.frame import NO_ARTIFACT
@@ -43,6 +43,20 @@ def exact_offers(fidelity: Fidelity) -> dict[int, Offer]:
         for profile in PROFILES.values()
         if not profile.lossy
     }
+
+
+def fallback_of(offers: Iterable[Offer], profile: Profile) -> Profile:
+    """Return what a block takes that `profile` cannot.
+
+    The smallest other one that is allowed and fits any model, since it is the calibration that most
+    often does not fit; else lossless.
+    """
+    others = [one.profile for one in offers if one.artifact == NO_ARTIFACT and one.profile.lossy]
+    return max((one for one in others if one != profile), key=_ratio, default=LOSSLESS)
+
+
+def _ratio(profile: Profile) -> float:
+    return profile.ratio
 
 
 class Offers:

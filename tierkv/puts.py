@@ -19,7 +19,7 @@ from tierkv.fidelity import FIDELITIES
 from tierkv.key import KEY_BYTES
 from tierkv.limits import count_keys
 from tierkv.namespace import digest_of
-from tierkv.offers import Offer, exact_offers
+from tierkv.offers import Offer, exact_offers, fallback_of
 from tierkv.plan import PutPlan
 from tierkv.store import RAM, Store
 from tierkv.write_behind import WriteBehind
@@ -93,6 +93,8 @@ class Puts:
         store.counters["put_refused_full"] += plan.refused
         if not plan.units:
             store.unhold(before)
+            if plan.refused:  # a copy that made way for one that then found no room is gone
+                found = store.heads(call.keys, parts)
             store.look(found, call.fidelity, namespace)
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
         store.drop(plan.drops)
@@ -121,6 +123,7 @@ class Puts:
             run_counts=counts,
             runs=runs,
             seal=seal,
+            fallback=fallback_of(offers.values(), profile).name,
         )
 
     def commit(self, owner: int, call: CommitCall) -> Done:

@@ -7,6 +7,7 @@ through a scratch payload when the frame lies in several pieces.
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,9 @@ from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecRegistry, Place, Unsuited
 from tierkv_connectors.device import Lane
 from tierkv_connectors.views import Views
+
+Profiles = Sequence[Profile]
+"""In the order in which they are tried."""
 
 _LOG = logging.getLogger("tierkv")
 
@@ -66,42 +70,45 @@ class UnitCopier:
         self._block: torch.Tensor | None = None
         self._payload: torch.Tensor | None = None
 
-    def write(self, views: Views, profile: Profile, pieces: Pieces, position: int) -> Written:
+    def write(self, views: Views, profiles: Profiles, pieces: Pieces, position: int) -> Written:
         """Encode the views, whose first token has `position`, into the pieces of a reservation.
 
-        A block that the profile's codec cannot take is stored losslessly, counted in `unsuited` by
-        profile and reason, and said once for each.
+        A block that the first profile's codec cannot take is stored with the next, and at last
+        losslessly; that is counted in `unsuited` by profile and reason, and said once for each.
 
         Returns: what was written; `GIVEN_UP` when it does not fit.
         """
-        return self.encode(self.take(views, profile, pieces), profile, pieces, position)
+        return self.encode(self.take(views, profiles, pieces), profiles, pieces, position)
 
     @torch.no_grad()
-    def take(self, views: Views, profile: Profile, pieces: Pieces) -> torch.Tensor:
+    def take(self, views: Views, profiles: Profiles, pieces: Pieces) -> torch.Tensor:
         """Begin to write: from then on only the lane has still to read the views.
 
         Returns: the block for `encode`, which comes before any other `take`.
         """
-        block = self._target(profile, pieces)
+        block = self._target(profiles[0], pieces)
         self._lane.gather(views, block)
         return block
 
     @torch.no_grad()
     def encode(
-        self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int
+        self, block: torch.Tensor, profiles: Profiles, pieces: Pieces, position: int
     ) -> Written:
         """End what `take` began with the same pieces; returns what `write` does."""
         self._lane.wait()
         if block is not self._block:
             return Written(RAW.number, (self._raw_bytes,))
-        try:
-            return self._encode(block, profile, pieces, position)
-        except Unsuited as refused:
-            reason = f"{profile.name}: {refused.reason}"
-            self.unsuited[reason] += 1
-            if self.unsuited[reason] == 1:
-                _LOG.warning("blocks are stored losslessly that %s", reason)
-            return self._encode(block, LOSSLESS, pieces, position)
+        for profile in profiles:
+            try:
+                return self._encode(block, profile, pieces, position)
+            except Unsuited as refused:
+                self._count(f"{profile.name}: {refused.reason}")
+        return self._encode(block, LOSSLESS, pieces, position)
+
+    def _count(self, reason: str) -> None:
+        self.unsuited[reason] += 1
+        if self.unsuited[reason] == 1:
+            _LOG.warning("blocks are stored with another profile that %s", reason)
 
     def _encode(
         self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int

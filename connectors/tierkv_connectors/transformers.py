@@ -349,12 +349,11 @@ class PrefixCache:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> int:
-        profile = profile_of(reservation.profile)
         try:
             units = [
                 self._copier.write(
                     self._views(keys, values, unit),
-                    profile,
+                    reservation.profiles,
                     reservation.payload(index),
                     unit * self.identity.tokens_per_block,
                 )

@@ -21,10 +21,10 @@ class SlowConnector(TierKVConnector):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         super().register_kv_caches(kv_caches)
         assert isinstance(self._worker, Worker)
-        write = self._worker._writer.write
+        take = self._worker._writer.take
 
         def slow(*arguments: Any) -> Any:
             time.sleep(COPY_S)
-            return write(*arguments)
+            return take(*arguments)
 
-        self._worker._writer.write = slow  # type: ignore[assignment,method-assign]
+        self._worker._writer.take = slow  # type: ignore[assignment,method-assign]

@@ -193,7 +193,7 @@ def test_units_share_scratch_memory_while_nothing_is_over_yet(
     frames, headers = [], list[Any]()
     for block in blocks:
         frame = memoryview(bytearray(2 * kept.raw_bytes))
-        length = copier.write(whole(block), profile, [frame], 0).length
+        length = copier.write(whole(block), [profile], [frame], 0).length
         frames.append(frame[:length])
         headers.append(
             SimpleNamespace(

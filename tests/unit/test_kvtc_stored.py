@@ -68,6 +68,7 @@ def client(tmp_path: Any, model: LlamaForCausalLM) -> Iterator[Client]:
         entry(domain(), profile=name, family=family, artifact=artifact().digest.hex())
         for name in ("kvtc@8x", "kvtc@4x")
     )
+    entries += (entry(domain(), profile="int8", family=family),)
     path = tmp_path / "gate.json"
     path.write_bytes(gate.dump(Gate(entries=entries)))
     settings = Settings(host=HostSettings(size_bytes=16 << 20), store=StoreSettings(gate=str(path)))
@@ -141,6 +142,19 @@ def test_what_the_artifact_does_not_fit_is_stored_losslessly(
     stat = client.stat()
     assert stat is not None
     assert from_wire(stat).counters["put_fallback"] == 1
+
+
+def test_what_the_artifact_does_not_fit_takes_the_best_fixed_profile(
+    client: Client, model: LlamaForCausalLM
+) -> None:
+    """int4 has no entry in the gate, and a block with an infinity can only be lossless."""
+    block = text_like(3 * BLOCK, 1)
+    block[:, :, BLOCK : 3 * BLOCK] = foreign(2 * BLOCK, 2)
+    block[0, 1, -1, 0, 0] = float("inf")
+    ours = prefix_cache(client, model, "kvtc@8x", "int4", "int8")
+    assert ours.store(TEXT, cache_of(model, block)) == 3
+    assert [header.codec_id for header in headers(ours)] == [6, 3, 2]
+    assert {reason.split(":")[0] for reason in ours._copier.unsuited} == {"kvtc@8x", "int8"}
 
 
 def test_a_reader_without_the_artifact_has_a_miss(client: Client, model: LlamaForCausalLM) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 
 from tierkv.client import GIVEN_UP, Client, Reservation, Transfer, Written
-from tierkv.codec import profile_of
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
 from tierkv_codecs import CODECS, CodecRegistry
@@ -218,7 +217,7 @@ class Worker(_Reports):
 
     def _write(self, saving: _Saving, reservation: Reservation) -> list[Written]:
         """Return what was written of a reservation's units, nothing from the first lost one on."""
-        profile, ratio = profile_of(reservation.profile), self._kept.ratio
+        profiles, ratio = reservation.profiles, self._kept.ratio
         tokens = self._kept.identity.tokens_per_block
         units = [GIVEN_UP] * len(reservation.units)
         wanted = [saving.save.blocks[unit * ratio :][:ratio] for unit in reservation.units]
@@ -229,8 +228,8 @@ class Worker(_Reports):
                 if saving.lost.intersection(blocks):
                     break
                 pieces = reservation.payload(index)
-                block = self._writer.take(self._layout.views(blocks), profile, pieces)
+                block = self._writer.take(self._layout.views(blocks), profiles, pieces)
                 saving.left.difference_update(blocks)
             position = reservation.units[index] * tokens
-            units[index] = self._writer.encode(block, profile, pieces, position)
+            units[index] = self._writer.encode(block, profiles, pieces, position)
         return units
