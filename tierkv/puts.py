@@ -73,17 +73,14 @@ class Puts:
         heads = found.tolist()
         skipped = call.start * len(parts)
         if not all(self._has(head, 0, namespace) for head in heads[:skipped]):
-            refused = len(heads) - skipped
-            store.counters["put_refused_gap"] += refused
-            return PutReply(reservation=0, refused=refused)
+            return self._refuse("gap", len(heads) - skipped)
         known = [True] * skipped
         known += [
             head != NONE and self._known(head, call.fidelity, namespace) for head in heads[skipped:]
         ]
         offers = {offer.profile.number: offer for offer in store.offers.allowed(call)}
         if not offers:
-            store.counters["put_refused_gate"] += known.count(False)
-            return PutReply(reservation=0, refused=known.count(False))
+            return self._refuse("gate", known.count(False))
         choice = [offer.profile for offer in offers.values()]
         profile = planner.plan_profile(choice, [low.io.rates for low in store.lower])
         before = self._before(heads, known)
@@ -125,6 +122,10 @@ class Puts:
             seal=seal,
             fallback=fallback_of(offers.values(), profile).name,
         )
+
+    def _refuse(self, why: str, units: int) -> PutReply:
+        self._store.counters[f"put_refused_{why}"] += units
+        return PutReply(reservation=0, refused=units)
 
     def commit(self, owner: int, call: CommitCall) -> Done:
         """Write headers and make units visible. Raises: TierKVError (invalid)."""
