@@ -143,7 +143,7 @@ class FixedRate(ABC):
         exact = layers * sides * sinks * heads * dim * block.itemsize
         shape = (layers, sides, tokens - sinks, heads, dim)
         coded = self.coded_bytes(shape, block.itemsize)
-        return (CODED, exact, coded) if exact + coded < raw else (STORED, raw, 0)
+        return (CODED, exact, coded) if raw and exact + coded < raw else (STORED, raw, 0)
 
     def _restore(self, coded: Bytes, sinks: int, place: Place, block: torch.Tensor) -> None:
         """Fill the tokens of a contiguous block that follow its sinks."""

@@ -19,7 +19,7 @@ from tests.redis_server import RedisFactory, RedisServer
 from tests.sidecars import until
 from tierkv.tier import DONE, Outcome, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
-from tierkv.tiers.redis_hash import UNPUBLISHED_S
+from tierkv.tiers.redis_hash import EVICTED, UNPUBLISHED_S
 from tierkv.tiers.resp import Buffer, Connection, LostError
 
 MIB = 1 << 20
@@ -218,8 +218,8 @@ def test_r22_frames_are_evicted_whole(redis_factory: RedisFactory) -> None:
     server = redis_factory(maxmemory="13mb", maxmemory_policy="allkeys-lru")
     tier = open_tier(server.unix_url)
     frames = [make_frame(n, nbytes=2 * MIB) for n in range(8)]
-    for frame in frames:
-        assert put(tier, frame) == DONE
+    # Eviction samples: it may choose what is being written, which is then no frame at all.
+    assert {put(tier, frame) for frame in frames} <= {DONE, EVICTED}
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         client.config_set("maxmemory", "20mb")  # what is read counts too, and would evict more
     found = tier.find([frame.id for frame in frames])

@@ -66,7 +66,7 @@ def test_people_get_a_table(trace: Path) -> None:
         (["--config", "small", "--policy", "lru@kvtc36"], "lru@kvtc9"),
         (["--config", "small", "--policy", "fifo"], "evicpress"),
         (["--config", "smal"], "h100-8b, small"),
-        (["--config", "small", "--blocks", "5"], "without --blocks"),
+        (["--config", "small", "--blocks", "5"], "--blocks goes without --config"),
     ],
 )
 def test_what_is_wrong_is_named(trace: Path, arguments: list[str], message: str) -> None:
