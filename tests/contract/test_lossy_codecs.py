@@ -53,6 +53,10 @@ class TestInt8(LossyCodecContract):
         payload, _ = encoded(self.codec, block)
         assert block.nbytes / (payload.numel() + 256) >= 1.88
 
+    @pytest.mark.parametrize("shape", [(1, 0, 1, 3, 0), (1, 0, 1, 3, 4), (1, 2, 1, 3, 0)])
+    def test_a_block_of_nothing(self, shape: tuple[int, ...]) -> None:
+        self.round_trip(kv_like(shape, torch.bfloat16))
+
     def test_keys_and_values_in_one_plane(self) -> None:
         for codec in (self.codec, dataclasses.replace(self.codec, compiled=False)):
             block = kv_like((3, 1, 40, 1, 576), torch.bfloat16)
