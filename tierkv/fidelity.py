@@ -14,6 +14,13 @@ class Fidelity(enum.IntEnum):
     NEAR_LOSSLESS = 3
     EXACT = 4
 
+    @property
+    def label(self) -> str:
+        """The name in settings, files and reports."""
+        return self.name.lower()
+
 
 FIDELITIES = {int(fidelity): fidelity for fidelity in Fidelity}
 """By number; ten times faster than asking the enum, and frames come by the thousand."""
+CLASSES = {fidelity.label: fidelity for fidelity in reversed(Fidelity)}
+"""By label, the best first."""

@@ -262,7 +262,7 @@ def merge(old: Gate, entries: Iterable[Entry]) -> Gate:
 def _check_thresholds(thresholds: Thresholds) -> None:
     better: Limit | None = None
     for fidelity, limit in thresholds.classes():
-        name = fidelity.name.lower()
+        name = fidelity.label
         _check_numbers(limit, ("kl_mean", "kl_p99"), f"thresholds.{name}.")
         _check_share(limit.top1, f"thresholds.{name}.top1")
         if better is not None and (

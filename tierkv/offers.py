@@ -102,7 +102,7 @@ class Offers:
         if fidelity is not None and fidelity >= asked:
             return Offer(profile, artifact, asked, kl)
         if fidelity is not None:
-            name, least = (one.name.lower().replace("_", " ") for one in (fidelity, asked))
+            name, least = (one.label.replace("_", " ") for one in (fidelity, asked))
             why = f"it is {name}, its readers ask for {least}: {why}"
         reason = f"{profile.name}: {why}"
         if reason not in self.refusals and len(self.refusals) >= MAX_REASONS:

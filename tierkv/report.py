@@ -164,7 +164,7 @@ def _profiles(store: Store) -> Iterator[ProfileStat]:
             kv_dtype=entry.kv_dtype,
             artifact=entry.artifact,
             context=entry.context,
-            fidelity_class="rejected" if fidelity is None else fidelity.name.lower(),
+            fidelity_class="rejected" if fidelity is None else fidelity.label,
             kl=kl,
             why=why,
         )

@@ -16,12 +16,14 @@ Which of the two it is follows from shape, dtype and sinks, too.
 
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 
-from tierkv_codecs.bits import KERNEL_DTYPES, Bytes, Integers, kernel_bits
+from tierkv_codecs.bits import KERNEL_DTYPES, Bytes, Halves, Integers, kernel_bits
 from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place, Unsuited
 from tierkv_codecs.tensors import (
     bits_of,
@@ -49,6 +51,36 @@ class Shape(NamedTuple):
     heads: int
     dim: int
     sinks: int
+
+
+class Sections(NamedTuple):
+    """A codec's own bytes where keys and values have their own parameters and codes.
+
+    The parameters are copies, because they need not lie aligned: `finish` puts them back.
+    """
+
+    key_parameters: Halves
+    value_parameters: Halves
+    key_codes: Bytes
+    value_codes: Bytes
+
+    @classmethod
+    def of(cls, coded: Bytes, keys: int, values: int, key_codes: int) -> Self:
+        """Cut `coded`: bytes of the parameters of each side, and of the codes of the keys."""
+        middle = keys + values
+        return cls(
+            coded[:keys].copy().view(np.uint16),
+            coded[keys:middle].copy().view(np.uint16),
+            coded[middle : middle + key_codes],
+            coded[middle + key_codes :],
+        )
+
+    def finish(self, coded: Bytes, results: Sequence[int]) -> int:
+        """Write the parameters; return what `check` takes of what the kernels returned."""
+        parameters = np.concatenate([self.key_parameters, self.value_parameters])
+        coded[: parameters.nbytes] = parameters.view(np.uint8)
+        # What is not finite is said before what is too large, as in torch.
+        return 1 if 1 in results else max(results)
 
 
 def shape_of(block: torch.Tensor, sinks: int) -> Shape:

@@ -20,15 +20,15 @@ group's ends and the rounding to the block's dtype.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from tierkv_codecs.affine import Coded, quantised, restored
-from tierkv_codecs.bits import Bytes, Halves, Integers
+from tierkv_codecs.bits import Bytes, Integers
 from tierkv_codecs.codec import Place, Unsuited
-from tierkv_codecs.fixed import FLOATS, FixedRate, Shape, behind
+from tierkv_codecs.fixed import FLOATS, FixedRate, Sections, Shape, behind
 from tierkv_codecs.int4_kernels import (
     GROUP,
     LEVELS,
@@ -41,15 +41,6 @@ from tierkv_codecs.int4_kernels import (
 from tierkv_codecs.rope import rope, rotary_dim, table, unrope
 
 SIDES = 2
-
-
-class _Sections(NamedTuple):
-    """Parts of the codec's own bytes: copies of the parameters, which need not lie aligned."""
-
-    key_parameters: Halves
-    value_parameters: Halves
-    key_codes: Bytes
-    value_codes: Bytes
 
 
 @dataclass(frozen=True)
@@ -113,10 +104,7 @@ class Int4(FixedRate):
             code_keys(source, by, shape, turn, sections.key_parameters, sections.key_codes)
             for turn in _turns(place, shape, inverse=True)
         ]
-        parameters = np.concatenate([sections.key_parameters, sections.value_parameters])
-        coded[: parameters.nbytes] = parameters.view(np.uint8)
-        # What is not finite is said before what is too large, as in torch.
-        return 1 if 1 in results else max(results)
+        return sections.finish(coded, results)
 
     def restore_compiled(
         self, coded: Bytes, target: Integers, by: int, shape: Shape, place: Place
@@ -135,15 +123,9 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return keys, values, layers * tokens * heads * -(-dim // 2)
 
 
-def _split(coded: Bytes, shape: tuple[int, ...]) -> _Sections:
+def _split(coded: Bytes, shape: tuple[int, ...]) -> Sections:
     keys, values, codes = _sizes(shape)
-    middle = keys + values
-    return _Sections(
-        coded[:keys].copy().view(np.uint16),
-        coded[keys:middle].copy().view(np.uint16),
-        coded[middle : middle + codes],
-        coded[middle + codes :],
-    )
+    return Sections.of(coded, keys, values, codes)
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ block's dtype.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,21 +39,12 @@ from tierkv_codecs.bits import (
     upper_bits,
 )
 from tierkv_codecs.codec import Place, Unsuited
-from tierkv_codecs.fixed import FixedRate, Shape, behind
+from tierkv_codecs.fixed import FixedRate, Sections, Shape, behind
 
 LEVELS = 255
 GROUP = 128
 """Tokens of a key group."""
 PLANES = 2
-
-
-class _Sections(NamedTuple):
-    """Parts of the codec's own bytes: copies of the parameters, which need not lie aligned."""
-
-    key_parameters: Halves
-    value_parameters: Halves
-    key_codes: Bytes
-    value_codes: Bytes
 
 
 @dataclass(frozen=True)
@@ -113,10 +103,7 @@ class Int8(FixedRate):
             _code_keys(source, by, shape, parts.key_parameters, parts.key_codes),
             _code_values(source, by, shape, parts.value_parameters, parts.value_codes),
         ]
-        parameters = np.concatenate([parts.key_parameters, parts.value_parameters])
-        coded[: parameters.nbytes] = parameters.view(np.uint8)
-        # What is not finite is said before what is too large, as in torch.
-        return 1 if 1 in results else max(results)
+        return parts.finish(coded, results)
 
     def restore_compiled(
         self,
@@ -139,15 +126,9 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return keys, vectors * (planes - 1) * 4, vectors * dim, vectors * (planes - 1) * dim
 
 
-def _split(coded: Bytes, shape: tuple[int, ...]) -> _Sections:
+def _split(coded: Bytes, shape: tuple[int, ...]) -> Sections:
     keys, values, key_codes, _ = _sizes(shape)
-    middle = keys + values
-    return _Sections(
-        coded[:keys].copy().view(np.uint16),
-        coded[keys:middle].copy().view(np.uint16),
-        coded[middle : middle + key_codes],
-        coded[middle + key_codes :],
-    )
+    return Sections.of(coded, keys, values, key_codes)
 
 
 @kernel

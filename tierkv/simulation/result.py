@@ -61,7 +61,7 @@ def of_blocks(trace: str, policy: str, blocks: int, block_bytes: int, counts: Co
         block_hit=hits,
         prefix_hit=counts.prefix_hits / counts.accesses,
         by_tier={RAM: hits},
-        by_class={Fidelity.EXACT.name.lower(): hits, COMPUTED: 1 - hits},
+        by_class={Fidelity.EXACT.label: hits, COMPUTED: 1 - hits},
         written_bytes={RAM: counts.stored * block_bytes},
         quality_loss_mean=0.0,
         seconds_per_million_decisions=counts.seconds / counts.decisions * 1e6,

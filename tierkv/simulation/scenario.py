@@ -14,7 +14,7 @@ import msgspec
 
 from tierkv.cost import Rates, Recompute
 from tierkv.errors import invalid, unavailable
-from tierkv.fidelity import Fidelity
+from tierkv.fidelity import CLASSES
 from tierkv.policies.configurations import Form
 
 GIB = 1 << 30
@@ -81,8 +81,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def allowed(self, fidelity: str) -> list[ProfileSpec]:
         """Return the profiles that readers of a class accept."""
-        least = Fidelity[fidelity.upper()]
-        return [spec for spec in self.profile if Fidelity[spec.fidelity.upper()] >= least]
+        least = CLASSES[fidelity]
+        return [spec for spec in self.profile if CLASSES[spec.fidelity] >= least]
 
     def forms(self, fidelity: str) -> list[Form]:
         """Return them as a policy sees them."""

@@ -156,12 +156,12 @@ def verdicts(results: Results, found: list[Entry], thresholds: Thresholds) -> di
     """Return each profile's class; one that is not lossy is exact, as the lab has checked."""
     gate = Gate(thresholds=thresholds)
     given = {
-        profile: Verdicts(fidelity_class=Fidelity.EXACT.name.lower(), why="")
+        profile: Verdicts(fidelity_class=Fidelity.EXACT.label, why="")
         for profile in results.profiles
     }
     for entry in found:
         fidelity, _, why = gate.verdict(entry)
-        name = REJECTED if fidelity is None else fidelity.name.lower()
+        name = REJECTED if fidelity is None else fidelity.label
         given[entry.profile] = Verdicts(fidelity_class=name, why=why)
     return given
 

@@ -11,7 +11,7 @@ import msgspec
 from tierkv.calls import MatchCall, PutCall
 from tierkv.codec import profile_of
 from tierkv.errors import invalid
-from tierkv.fidelity import Fidelity
+from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.identity import Identity
 from tierkv.key import Extras, root_key
 from tierkv.part import Part
@@ -19,7 +19,6 @@ from tierkv_connectors.prefill import PrefillCost
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-CLASSES = {fidelity.name.lower(): fidelity for fidelity in reversed(Fidelity)}
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a store block, at least: shorter ones cost more for each byte."""
 

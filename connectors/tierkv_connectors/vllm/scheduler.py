@@ -21,12 +21,12 @@ from tierkv.calls import MAX_UNITS, MatchReply
 from tierkv.client import MISS, Client
 from tierkv.errors import TierKVError
 from tierkv.executor import Executor
-from tierkv.fidelity import Fidelity
+from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.vllm.engine import Output, Request
-from tierkv_connectors.vllm.kept import CLASSES, Kept, wishes_of
+from tierkv_connectors.vllm.kept import Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 WAIT_S = 0.0008
@@ -309,7 +309,7 @@ class Scheduler:
             del self._requests[request.request_id]
         if not held.sources:
             return {}
-        return {"loaded_tokens": held.sources, "fidelity": held.fidelity.name.lower()}
+        return {"loaded_tokens": held.sources, "fidelity": held.fidelity.label}
 
     def reset(self) -> None:
         """Find nothing any more of what was kept until now: the weights may be others."""
