@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,9 @@ def served(path: Path, uids: set[int] | None = None, group: str = "") -> Iterato
         one.stop()
 
 
-def match_call(keys: bytes, namespace: str = "n", deadline_s: float = 1.0) -> calls.MatchCall:
+def match_call(
+    keys: bytes, namespace: str = "n", deadline_s: float = 1.0, **hints: Any
+) -> calls.MatchCall:
     return calls.MatchCall(
         namespace=namespace,
         fingerprint=bytes(32),
@@ -68,6 +71,7 @@ def match_call(keys: bytes, namespace: str = "n", deadline_s: float = 1.0) -> ca
         tokens_per_block=16,
         raw_bytes=4096,
         deadline_s=deadline_s,
+        **hints,
     )
 
 

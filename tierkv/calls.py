@@ -11,6 +11,8 @@ import msgspec
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNITS = 65536
+MAX_SESSION = 256
+PIN_S = 3600.0
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="op", gc=False):
@@ -58,6 +60,14 @@ class MatchCall(Call, frozen=True, tag="match"):
     deadline_s: float = 10.0
     fetch: bool = False
     """Turn the lease into a transfer at once when the answer is final: saves a round trip."""
+    session: str = ""
+    """Names the conversation or agent run, at most `MAX_SESSION` characters; empty: not known."""
+    ttl_s: float | None = None
+    """After so many seconds without a call of the chain nobody will ask for it; None: not known."""
+    closed: bool = False
+    """The session is over: no call of it follows this one."""
+    pin: bool = False
+    """Give the chain up last, for `ttl_s`, or where that is None for `PIN_S`."""
 
 
 class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -147,6 +157,14 @@ class PutCall(Call, frozen=True, tag="put"):
     """`Identity.family`, by which the gate knows the model; without it no profile may lose."""
     artifacts: tuple[bytes, ...] = ()
     """Digest of each profile's artifact, in their order; empty, or left out at the end: none."""
+    session: str = ""
+    """Names the conversation or agent run, at most `MAX_SESSION` characters; empty: not known."""
+    ttl_s: float | None = None
+    """After so many seconds without a call of the chain nobody will ask for it; None: not known."""
+    closed: bool = False
+    """The session is over: no call of it follows this one."""
+    pin: bool = False
+    """Give the chain up last, for `ttl_s`, or where that is None for `PIN_S`."""
 
 
 class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

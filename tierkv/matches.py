@@ -19,7 +19,7 @@ from tierkv.calls import ClaimCall, GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE, READY
 from tierkv.cost import Recompute, load_seconds
 from tierkv.key import KEY_BYTES
-from tierkv.limits import count_keys, seconds_of
+from tierkv.limits import check_hints, count_keys, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.store import HOST_RATES, Numbers, Store
 
@@ -88,6 +88,7 @@ class Matches:
         """Answer from RAM; pending when more may come. Raises: TierKVError (invalid)."""
         store = self._store
         parts = store.parts_of(call.parts)
+        check_hints(call)
         asked = count_keys(call.keys, len(parts))
         namespace = store.namespaces.number(digest_of(call.namespace))
         deadline = store.clock() + seconds_of(call.deadline_s)

@@ -17,7 +17,7 @@ from tierkv.codec import Profile
 from tierkv.errors import TierKVError, invalid
 from tierkv.fidelity import FIDELITIES
 from tierkv.key import KEY_BYTES
-from tierkv.limits import count_keys
+from tierkv.limits import check_hints, count_keys
 from tierkv.namespace import digest_of
 from tierkv.offers import Offer, exact_offers, fallback_of
 from tierkv.plan import PutPlan
@@ -67,6 +67,7 @@ class Puts:
         """Plan a put and reserve what it may write. Raises: TierKVError (invalid)."""
         store = self._store
         parts = store.parts_of(call.parts)
+        check_hints(call)
         raw = _raw_bytes(call, len(parts), count_keys(call.keys, len(parts)))
         namespace = store.namespaces.number(digest_of(call.namespace))
         found = store.heads(call.keys, parts)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tierkv import calls
 from tierkv.key import KEY_BYTES
+from tierkv.limits import hint_problem
 from tierkv.part import PACKED_BYTES
 
 MAX_NAME = 256
@@ -85,7 +86,7 @@ def _content(call: calls.MatchCall | calls.PutCall) -> str:
         return f"tokens_per_block is {call.tokens_per_block}"
     if not 0 <= call.position < MAX_POSITION:
         return f"position is {call.position}"
-    return _name(call.namespace)
+    return _name(call.namespace) or hint_problem(call)
 
 
 def _units(keys: bytes, parts: bytes) -> str:

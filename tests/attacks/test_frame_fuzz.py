@@ -98,6 +98,10 @@ PUTS: dict[str, dict[str, Any]] = {
     "no namespace": {"namespace": ""},
     "a path for a namespace": {"namespace": "../../etc"},
     "a long namespace": {"namespace": "n" * 100_000},
+    "a long session": {"session": "s" * 257},
+    "a life that is no number": {"ttl_s": float("nan")},
+    "a life that is over": {"ttl_s": -1.0},
+    "a life without end": {"ttl_s": float("inf"), "pin": True},
 }
 MATCHES: dict[str, dict[str, Any]] = {
     name: fields

@@ -171,6 +171,8 @@ def test_other_protocol_is_refused_with_both_numbers(one: Served) -> None:
         match_call(KEY, namespace="n" * 1000),
         match_call(KEY, deadline_s=float("nan")),
         match_call(KEY, deadline_s=-1.0),
+        match_call(KEY, session="s" * 257),
+        match_call(KEY, ttl_s=0.0),
         calls.GetCall(match=1, blocks=-1),
         calls.CommitCall(reservation=1, lengths=b"123"),
         calls.PutCall(
@@ -178,7 +180,10 @@ def test_other_protocol_is_refused_with_both_numbers(one: Served) -> None:
             fidelity=1, position=0, tokens_per_block=1,
         ),
     ],
-    ids=["units", "keys", "namespace", "nan", "negative", "blocks", "lengths", "sizes"],
+    ids=[
+        "units", "keys", "namespace", "nan", "negative", "session", "life", "blocks", "lengths",
+        "sizes",
+    ],
 )  # fmt: skip
 def test_argument_out_of_bounds_is_answered_and_counted(one: Served, call: calls.Call) -> None:
     with Peer(one.path) as peer:
