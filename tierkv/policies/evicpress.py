@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cost import Rates
-from tierkv.policies.configurations import ABSENT, Configurations, Form
-from tierkv.policies.hazard import Hazard
-from tierkv.policies.segments import NONE, Ids, Segments, Walk
+from tierkv.policies.configurations import Configurations, Form
+from tierkv.policies.reuse import Reuse
+from tierkv.policies.segments import NONE, Ids, Walk
+from tierkv.policies.worth import gains, losses
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -46,15 +47,6 @@ FLOOR = 0.03
 FULL = 0.995
 """A tier with more room than this leaves has no price, after a while."""
 SLACK_DECAY = 0.9
-FOREIGN_S = 300.0
-"""Memory of how often other contexts branch off a segment."""
-PARTIAL = 0.05
-"""Of the rate of its context: a block that is not full is another one when its chain goes on."""
-REFIT_FIRST, REFIT_SHARE = 100, 20
-TURNS, LENGTHS = 6, (600, 2048, 32768, 65536)
-LEFT = TURNS * (len(LENGTHS) + 1)
-"""Categories of what a branch left behind: a short rest of a context, a long one."""
-CATEGORIES = LEFT + 2
 
 
 class Counts(NamedTuple):
@@ -82,8 +74,8 @@ class EvicPress:
         self, forms: Sequence[Form], rates: Sequence[Rates], capacity: Sequence[int], seed: int = 0
     ) -> None:
         self.configurations = Configurations(forms, rates)
-        self.segments = Segments()
-        self.hazard = Hazard(CATEGORIES)
+        self.reuse = Reuse()
+        self.segments = self.reuse.segments
         self.capacity = np.array(capacity, np.float64)
         self.used = np.zeros(len(rates))
         self.written = np.zeros(len(rates))
@@ -97,9 +89,6 @@ class EvicPress:
         self._pools = [np.zeros(1024, np.int64) for _ in rates]
         self._pooled = [0 for _ in rates]
         self._in_pool = np.zeros((1024, len(rates)), np.bool_)
-        self._turn: list[int] = []
-        self._length: list[int] = []
-        self._refit_at = REFIT_FIRST
 
     def walk(self, ids: Ids) -> Walk:
         """Return what a chain meets; told `used` next, with nothing between."""
@@ -134,48 +123,16 @@ class EvicPress:
             density: seconds of prefill for a raw byte of each block.
             loaded: segments of the walk that were loaded; the rest was computed.
         """
-        context = len(self._turn)
-        self._learn(now, walk, context, tokens, full)
-        rows = walk.rows
-        if walk.blocks < len(ids):
-            grown = self.segments.grow(ids, walk.blocks, full, nbytes, density)
-            rows = np.concatenate([rows, grown])
-        self.segments.use(context, rows)
+        rows = self.reuse.use(now, walk, ids, tokens, full, nbytes, density)
         computed = np.arange(len(rows)) >= loaded
         self._store(now, rows, computed)
         for tier in range(len(self.price)):
             self._reclaim(now, tier)
-        if context >= self._refit_at:
-            self.hazard.refit(now)
-            self._refit_at += max(REFIT_FIRST, context // REFIT_SHARE)
-
-    def _learn(self, now: float, walk: Walk, context: int, tokens: int, full: int) -> None:
-        segments, hazard, turn = self.segments, self.hazard, 0
-        if len(walk.rows):
-            before = int(segments.context[walk.rows[-1]])
-            apart = 2 * walk.blocks < self._length[before]
-            foreign = walk.rows[(segments.context[walk.rows] != before) | apart]
-            faded = np.exp((segments.foreign_at[foreign] - now) / FOREIGN_S)
-            segments.foreign[foreign] = segments.foreign[foreign] * faded + 1
-            segments.foreign_at[foreign] = now
-            # What all chains share says nothing of the context that met it last.
-            if walk.blocks > 1:
-                turn = self._turn[before] + 1
-                hazard.used(before, now)
-                if walk.blocks < self._length[before]:
-                    hazard.begin(before, LEFT + int(not apart), now)
-        self._turn.append(turn)
-        self._length.append(full)
-        length = int(np.searchsorted(LENGTHS, tokens, side="right"))
-        hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
+        self.reuse.refit(now)
 
     def rate(self, rows: Numbers, now: float) -> Floats:
         """Return expected uses per second of segments (n,)."""
-        segments = self.segments
-        own = self.hazard.rate(segments.context[rows], now)
-        own = np.where(segments.partial[rows], own * PARTIAL, own)
-        faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
-        return own + segments.foreign[rows] * faded / FOREIGN_S
+        return self.reuse.rate(rows, now)
 
     def _store(self, now: float, rows: Numbers, computed: npt.NDArray[np.bool_]) -> None:
         segments, known = self.segments, self.configurations
@@ -200,12 +157,8 @@ class EvicPress:
 
     def _gain(self, now: float, rows: Numbers, current: Numbers, choices: Numbers) -> Floats:
         """Return what each choice earns more than the current configuration, a second."""
-        segments, known = self.segments, self.configurations
-        density = segments.density[rows][:, None]
-        saved = np.maximum(density - known.seconds[choices], 0)
-        rent = known.stored[choices] @ self.price - (known.stored[current] @ self.price)[:, None]
-        gain = self.rate(rows, now)[:, None] * saved - rent
-        return np.where(choices == ABSENT, -np.inf, gain)
+        rate, density = self.rate(rows, now), self.segments.density[rows]
+        return gains(self.configurations, self.price, rate, density, current, choices)
 
     def _reclaim(self, now: float, tier: int) -> None:
         rest = self.used[tier] <= self.capacity[tier]
@@ -238,17 +191,10 @@ class EvicPress:
         segments, known = self.segments, self.configurations
         current = segments.configuration[rows]
         steps = known.relief(tier, current)
-        density = segments.density[rows][:, None]
-        saved = np.maximum(density[:, 0] - known.seconds[current], 0)[:, None]
-        lost = self.rate(rows, now)[:, None] * (
-            saved - np.maximum(density - known.seconds[steps], 0)
-        )
-        change = known.stored[steps] - known.stored[current][:, None]
-        freed = -change[:, :, tier]
-        rent = change @ np.where(np.arange(len(self.price)) == tier, 0.0, self.price)
-        loss = (lost + rent) / np.where(freed > 0, freed, np.inf)
-        barred = (steps == ABSENT) | ((steps == 0) & (segments.children[rows] > 0)[:, None])
-        loss = np.where(barred, np.inf, loss)
+        barred = (steps == 0) & (segments.children[rows] > 0)[:, None]
+        rate, density = self.rate(rows, now), segments.density[rows]
+        loss, freed = losses(known, self.price, tier, rate, density, current, steps)
+        loss[barred] = np.inf
         least = loss.argmin(axis=1)
         every = np.arange(len(rows))
         return steps[every, least], loss[every, least], freed[every, least] * segments.nbytes[rows]

@@ -1,0 +1,94 @@
+"""Reuse: what is asked for, and how often it will be asked for again.
+
+A segment is used again because its context goes on, whose hazard is fitted by category and age, or
+because another context branches off it, of which a decayed rate is kept by segment. The category
+of a context is its turn and length; what a branch left behind has categories of its own.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.policies.hazard import Hazard
+from tierkv.policies.segments import Ids, Segments, Walk
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+FOREIGN_S = 300.0
+"""Memory of how often other contexts branch off a segment."""
+PARTIAL = 0.05
+"""Of the rate of its context: a block that is not full is another one when its chain goes on."""
+REFIT_FIRST, REFIT_SHARE = 100, 20
+TURNS, LENGTHS = 6, (600, 2048, 32768, 65536)
+LEFT = TURNS * (len(LENGTHS) + 1)
+"""Categories of what a branch left behind: a short rest of a context, a long one."""
+CATEGORIES = LEFT + 2
+
+
+class Reuse:
+    """Segments of all chains that were asked for, and the rate of their next uses."""
+
+    def __init__(self) -> None:
+        self.segments = Segments()
+        self.hazard = Hazard(CATEGORIES)
+        self._turn: list[int] = []
+        self._length: list[int] = []
+        self._refit_at = REFIT_FIRST
+
+    def use(
+        self,
+        now: float,
+        walk: Walk,
+        ids: Ids,
+        tokens: int,
+        full: int,
+        nbytes: Floats,
+        density: Floats,
+    ) -> Numbers:
+        """A request has used a chain; returns its segments, head first. `refit` comes next.
+
+        Args: see `EvicPress.used_chain`.
+        """
+        context = len(self._turn)
+        self._learn(now, walk, context, tokens, full)
+        rows = walk.rows
+        if walk.blocks < len(ids):
+            grown = self.segments.grow(ids, walk.blocks, full, nbytes, density)
+            rows = np.concatenate([rows, grown])
+        self.segments.use(context, rows)
+        return rows
+
+    def refit(self, now: float) -> None:
+        """Fit the hazard anew when enough was used since the last time."""
+        newest = len(self._turn) - 1
+        if newest >= self._refit_at:
+            self.hazard.refit(now)
+            self._refit_at += max(REFIT_FIRST, newest // REFIT_SHARE)
+
+    def _learn(self, now: float, walk: Walk, context: int, tokens: int, full: int) -> None:
+        segments, hazard, turn = self.segments, self.hazard, 0
+        if len(walk.rows):
+            before = int(segments.context[walk.rows[-1]])
+            apart = 2 * walk.blocks < self._length[before]
+            foreign = walk.rows[(segments.context[walk.rows] != before) | apart]
+            faded = np.exp((segments.foreign_at[foreign] - now) / FOREIGN_S)
+            segments.foreign[foreign] = segments.foreign[foreign] * faded + 1
+            segments.foreign_at[foreign] = now
+            # What all chains share says nothing of the context that met it last.
+            if walk.blocks > 1:
+                turn = self._turn[before] + 1
+                hazard.used(before, now)
+                if walk.blocks < self._length[before]:
+                    hazard.begin(before, LEFT + int(not apart), now)
+        self._turn.append(turn)
+        self._length.append(full)
+        length = int(np.searchsorted(LENGTHS, tokens, side="right"))
+        hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
+
+    def rate(self, rows: Numbers, now: float) -> Floats:
+        """Return expected uses per second of segments (n,)."""
+        segments = self.segments
+        own = self.hazard.rate(segments.context[rows], now)
+        own = np.where(segments.partial[rows], own * PARTIAL, own)
+        faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
+        return own + segments.foreign[rows] * faded / FOREIGN_S

@@ -1,0 +1,58 @@
+"""Worth: what a set of copies earns, and what a step away from it loses. Pure, per raw byte.
+
+rate * max(T_recompute - T_load, 0)  -  sum over tiers of price * stored bytes
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.policies.configurations import ABSENT, Configurations
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+
+def gains(
+    known: Configurations,
+    price: Floats,
+    rate: Floats,
+    density: Floats,
+    current: Numbers,
+    choices: Numbers,
+) -> Floats:
+    """Return what each choice earns more than the current rent, a second: (n, choices).
+
+    Args:
+        known: the configurations.
+        price: of a stored byte in each tier, per second.
+        rate: (n,) uses per second.
+        density: (n,) seconds of prefill that a raw byte stands for.
+        current: (n,) configurations.
+        choices: (n, choices) configurations, ABSENT where there is none: minus infinity then.
+    """
+    saved = np.maximum(density[:, None] - known.seconds[choices], 0)
+    rent = known.stored[choices] @ price - (known.stored[current] @ price)[:, None]
+    return np.where(choices == ABSENT, -np.inf, rate[:, None] * saved - rent)
+
+
+def losses(
+    known: Configurations,
+    price: Floats,
+    tier: int,
+    rate: Floats,
+    density: Floats,
+    current: Numbers,
+    steps: Numbers,
+) -> tuple[Floats, Floats]:
+    """Return what each step loses per byte that it frees in a tier, and the bytes it frees there.
+
+    Args: as `gains`; `steps` (n, steps). Infinity where there is no step, or it frees nothing.
+    """
+    before = np.maximum(density - known.seconds[current], 0)[:, None]
+    lost = rate[:, None] * (before - np.maximum(density[:, None] - known.seconds[steps], 0))
+    change = known.stored[steps] - known.stored[current][:, None]
+    freed = -change[:, :, tier]
+    rent = change @ np.where(np.arange(len(price)) == tier, 0.0, price)
+    loss = (lost + rent) / np.where(freed > 0, freed, np.inf)
+    loss[(steps == ABSENT)] = np.inf
+    return loss, freed
