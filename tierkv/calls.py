@@ -68,6 +68,10 @@ class MatchCall(Call, frozen=True, tag="match"):
     """The session is over: no call of it follows this one."""
     pin: bool = False
     """Give the chain up last, for `ttl_s`, or where that is None for `PIN_S`."""
+    windows: bytes = b""
+    """uint32 window of each part in blocks, see `tierkv.windows`; empty: all need all blocks.
+
+    A match with windows is claimed part by part; it cannot be fetched."""
 
 
 class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -93,6 +97,9 @@ class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Blocks of the answer by the tier they came from."""
     got: GetReply | None = None
     """The transfer of all `blocks`, when the call asked to fetch; its lease is closed then."""
+    reach: int = 0
+    """With windows: blocks that the parts without one have, in any tier known here. Where that is
+    more than `blocks`, what a hit of that length lacks is windows."""
 
 
 class WaitCall(Call, frozen=True, tag="wait"):

@@ -10,18 +10,22 @@ store's lock.
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
+from tierkv import windows
 from tierkv.calls import ClaimCall, GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE, READY
 from tierkv.cost import Recompute, load_seconds
+from tierkv.errors import invalid
 from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys, seconds_of
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, Numbers, Store
+from tierkv.store import HOST_RATES, RAM, Numbers, Store
+from tierkv.windows import Windows
 
 Done = Callable[[MatchReply], None]
 
@@ -42,8 +46,13 @@ class Match:
     """Clock when it was asked, in seconds."""
     minimum: int
     """Minimum generation of its namespace then."""
+    windows: Windows = ()
+    """By part; (): no part has one."""
+    reach: int = 0
+    """With windows: blocks that the parts without one have, as far as is known."""
     rows: "array[int]" = field(default_factory=lambda: array("i"))
-    """RAM placements held, by unit; NONE while a unit is on its way."""
+    """RAM placements held, by unit; NONE while a unit is on its way, and, with windows, where none
+    is held."""
     awaited: dict[int, int] = field(default_factory=dict)
     """RAM rows on their way that this match wants -> unit."""
     pending: bool = False
@@ -54,6 +63,8 @@ class Match:
     sources: dict[str, int] = field(default_factory=dict)
     """Units held, by the tier they came from."""
     waiters: list[Done] = field(default_factory=list)
+    entered: bool = False
+    """It is in the ledger: of several claims the first one counts."""
 
     def keys(self, start: int, stop: int) -> list[bytes]:
         """Return the keys of some of the chain's blocks."""
@@ -62,11 +73,27 @@ class Match:
 
     @property
     def blocks(self) -> int:
-        """Blocks from the head that are held."""
+        """Blocks of the longest hit that is held."""
+        if self.windows:
+            return windows.longest(self.grid(self.rows) != NONE, self.windows)
         if not self.pending:
             return len(self.rows) // len(self.parts)
         gap = self.rows.index(NONE) if NONE in self.rows else len(self.rows)
         return gap // len(self.parts)
+
+    def grid(self, units: Sequence[int]) -> Numbers:
+        """Return what is given by unit as (blocks, parts)."""
+        return np.array(units, np.int32).reshape(-1, len(self.parts))
+
+    def by_tier(self, blocks: int) -> dict[str, int]:
+        """Return how many of `blocks` blocks came from each tier."""
+        if not self.windows:
+            return {name: units // len(self.parts) for name, units in self.sources.items()}
+        found, seen, total = dict[str, int](), 0, max(sum(self.sources.values()), 1)
+        for name, units in self.sources.items():
+            found[name] = (seen + units) * blocks // total - seen * blocks // total
+            seen += units
+        return found
 
 
 class Matches:
@@ -98,12 +125,12 @@ class Matches:
         )  # fmt: skip
         self._next += 1
         heads = store.heads(call.keys, parts)
-        match.rows = store.look(heads, call.fidelity, namespace)
         store.totals["matches"] += 1
         store.totals["asked_blocks"] += asked
-        del match.rows[len(match.rows) // len(parts) * len(parts) :]
-        store.catalog.hold(match.rows)
-        match.sources["host"] = len(match.rows)
+        match.windows = windows.unpack(call.windows, len(parts))
+        held = self._look_windows(match, heads) if match.windows else self._look(match, heads)
+        store.catalog.hold(held)
+        match.sources["host"] = len(held)
         self.open[match.number] = match
         self._due = min(self._due, deadline)
         if match.blocks < asked and store.lower:
@@ -111,10 +138,34 @@ class Matches:
         if not match.pending:
             self.finish(match)
         reply = match.answer or self._answer(match)
-        if not call.fetch or match.answer is None or not match.rows:
+        if not call.fetch or match.answer is None or not match.rows or match.windows:
             return reply
         got = self.get(owner, GetCall(match=match.number, blocks=match.blocks))
         return msgspec.structs.replace(reply, got=got)
+
+    def _look(self, match: Match, heads: Numbers) -> "array[int]":
+        """Note a use of the chain and return the rows to hold: from the head to the first gap."""
+        match.rows = self._store.look(heads, match.call.fidelity, match.namespace)
+        del match.rows[len(match.rows) // len(match.parts) * len(match.parts) :]
+        return match.rows
+
+    def _look_windows(self, match: Match, heads: Numbers) -> "array[int]":
+        """Return the rows of the longest hit that RAM has.
+
+        Used are these and the rest of the chain in parts without a window: windows of other ends
+        may grow old.
+        """
+        store, fidelity = self._store, match.call.fidelity
+        rows = match.grid([
+            store.ready_in(RAM, head, fidelity, match.namespace) for head in heads.tolist()
+        ])  # fmt: skip
+        there = rows != NONE
+        match.reach = windows.reach(there, match.windows)
+        needed = windows.needed(there.shape, windows.longest(there, match.windows), match.windows)
+        used = needed | (np.array(match.windows) == 0)
+        store.look(heads[used.reshape(-1)], fidelity, match.namespace)
+        match.rows = array("i", np.where(needed, rows, np.int32(NONE)).tobytes())
+        return array("i", rows[needed].tobytes())
 
     def wait(self, owner: int, number: int, done: Done) -> None:
         """Call `done` when the match is final."""
@@ -154,8 +205,11 @@ class Matches:
         if match.awaited:
             self._store.counters["stage_late"] += len(match.awaited)
         match.awaited.clear()
-        if match.pending:
-            keep = match.blocks * len(match.parts)
+        blocks = match.blocks
+        if match.pending and match.windows:
+            self._keep_windows(match, blocks)
+        elif match.pending:
+            keep = blocks * len(match.parts)
             behind = match.rows[keep:]
             self._store.unhold([row for row in behind if row != NONE])
             match.rows = match.rows[:keep]
@@ -166,12 +220,19 @@ class Matches:
         self._due = min(self._due, match.deadline)
         self._count(match)
         waiters, match.waiters = match.waiters, []
-        if not match.rows:
+        if not blocks:
             del self.open[match.number]
         match.answer = answer = self._answer(match)
         for done in waiters:
             done(answer)
         return answer
+
+    def _keep_windows(self, match: Match, blocks: int) -> None:
+        """Let go what the longest hit that is held does not need."""
+        rows = match.grid(match.rows)
+        needed = windows.needed(rows.shape, blocks, match.windows)
+        self._store.unhold(rows[~needed & (rows != NONE)].tolist())
+        match.rows = array("i", np.where(needed, rows, np.int32(NONE)).tobytes())
 
     def finish_all(self) -> None:
         """Make every match final."""
@@ -182,7 +243,8 @@ class Matches:
         """Return the answer as it stands."""
         call, blocks = match.call, match.blocks
         store = self._store
-        rows = [row for row in match.rows if row != NONE] if match.pending else match.rows
+        held = not (match.pending or match.windows)
+        rows = match.rows if held else [row for row in match.rows if row != NONE]
         decode = store.decode_bps(rows)
         load = load_seconds(store.nbytes(rows), blocks * call.raw_bytes, HOST_RATES, decode)
         cost = Recompute(call.linear, call.quadratic)
@@ -193,7 +255,8 @@ class Matches:
             eta_s=match.eta_s if match.pending else 0.0,
             load_s=load,
             recompute_s=cost.seconds(blocks * call.tokens_per_block, call.position),
-            sources={name: units // len(match.parts) for name, units in match.sources.items()},
+            sources=match.by_tier(blocks),
+            reach=max(match.reach, blocks) if match.windows else 0,
         )
 
     def get(self, owner: int, call: GetCall) -> GetReply:
@@ -201,6 +264,8 @@ class Matches:
         match = self._mine(owner, call.match)
         if match is None or match.answer is None or not 0 < call.blocks <= match.blocks:
             return GetReply(transfer=0)
+        if match.windows:
+            raise invalid("a match with windows is claimed part by part, not fetched")
         store = self._store
         keep = call.blocks * len(match.parts)
         rows = match.rows[:keep]
@@ -230,7 +295,8 @@ class Matches:
         span = range(call.start, call.start + call.blocks)
         rows = array("i", [match.rows[b * width + column] for b in span for column in columns])
         if not all(
-            store.catalog.state[row] == READY
+            row != NONE
+            and store.catalog.state[row] == READY
             and store.answers(row, match.call.fidelity, match.namespace)
             for row in rows
         ):
@@ -308,8 +374,10 @@ class Matches:
 
     def _enter(self, match: Match, answer: MatchReply, blocks: int) -> None:
         """Write into the ledger what this load saves or loses, the wait for its stage included."""
-        call = match.call
-        if call.linear or call.quadratic:
+        call, first = match.call, not match.entered
+        match.entered = True
+        blocks = answer.blocks if match.windows else blocks
+        if first and (call.linear or call.quadratic):
             cost = Recompute(call.linear, call.quadratic)
             saved = cost.seconds(blocks * call.tokens_per_block, call.position)
             saved -= answer.load_s * blocks / answer.blocks + match.waited_s
@@ -317,6 +385,6 @@ class Matches:
 
     def _count(self, match: Match) -> None:
         store, blocks = self._store, match.blocks
-        for name, units in match.sources.items():
-            store.hits[name] += units // len(match.parts)
+        for name, found in match.by_tier(blocks).items():
+            store.hits[name] += found
         store.totals["miss_blocks"] += match.asked - blocks

@@ -4,7 +4,13 @@ Pure decisions over plain data. No I/O, no clock, no lock; the simulator runs th
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from tierkv import windows
+from tierkv.calls import MatchCall
 from tierkv.catalog import READY, Catalog
 from tierkv.codec import Profile
 from tierkv.cost import Rates, Recompute, load_seconds, pick_profile
@@ -12,6 +18,8 @@ from tierkv.key import KEY_BYTES
 from tierkv.plan import PutPlan, RegionPlan, StagePlan
 from tierkv.policy import Policy, ServicePolicy
 from tierkv.tier import Region
+
+Numbers = npt.NDArray[np.signedinteger[Any]]
 
 CARRY_SHARE = 0.5
 """The most of a region's bytes that a reclaim carries on.
@@ -130,6 +138,47 @@ def plan_stage(
         saved = recompute.seconds(blocks * tokens, position)
         if not recompute.known or saved - load > best.recompute_s - best.load_s:
             best = StagePlan(blocks, load, saved)
+    return best
+
+
+def plan_window_stage(
+    stored: Numbers,
+    source: Numbers,
+    ends: Numbers,
+    have: int,
+    sizes: windows.Windows,
+    rates: Sequence[Rates],
+    decode_bps: float,
+    call: MatchCall,
+) -> StagePlan:
+    """Choose where a hit with windows ends, as `plan_stage` chooses a length.
+
+    Args:
+        stored: (blocks, parts) bytes to bring up, 0 when in RAM.
+        source: (blocks, parts) number of the tier each comes from.
+        ends: blocks where a hit may end, ascending, all behind `have`.
+        have: blocks of the hit that RAM has.
+        sizes: windows by part.
+        rates: by tier number.
+        decode_bps: raw bytes per second of the slowest profile in the run.
+        call: says what computing costs; where that is not known everything is loaded.
+
+    Returns: a plan whose `blocks` counts from the chain's head; 0 where no stage pays.
+    """
+    recompute = Recompute(call.linear, call.quadratic)
+    tokens, position = call.tokens_per_block, call.position
+    by_tier = [
+        windows.sums(np.where(source == tier, stored, 0), sizes) for tier in range(len(rates))
+    ]
+    best = StagePlan(0, 0.0, 0.0)
+    for end in ends.tolist():
+        load = sum(
+            load_seconds(int(nbytes[end]), (end - have) * call.raw_bytes, rate, decode_bps)
+            for nbytes, rate in zip(by_tier, rates, strict=True)
+        )
+        saved = recompute.seconds((end - have) * tokens, position + have * tokens)
+        if not recompute.known or saved - load > best.recompute_s - best.load_s:
+            best = StagePlan(end, load, saved)
     return best
 
 

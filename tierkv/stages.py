@@ -18,8 +18,12 @@ from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
 from tierkv.store import RAM, Lower, Numbers, Store
 from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
+from tierkv.window_stages import WindowStages
 
 T = TypeVar("T")
+Found = tuple[FrameId, int]
+"""A frame of a shared tier and its bytes."""
+Probe = Callable[[Match, Lower, int], None]
 READS_PER_JOB = 4
 READ_JOB_BYTES = 8 << 20
 """A job takes no frame more from here on: the next thread reads while this one verifies."""
@@ -41,6 +45,10 @@ def read_jobs(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]
             start, nbytes = index, 0
 
 
+def _first_missing(match: Match, block: int) -> bytes:
+    return match.keys(block, block + 1)[0] + match.call.parts + match.call.windows
+
+
 class Stages:
     """Plans stages for pending matches and takes in what was read.
 
@@ -49,43 +57,57 @@ class Stages:
 
     def __init__(self, store: Store, matches: Matches, on_read: Callable[[Lower], None]) -> None:
         """Take what a stage works on; `on_read` is told when a tier has finished a read."""
-        self._store = store
+        self.store = store
         self._matches = matches
         self._on_read = on_read
         self._absent: dict[bytes, float] = {}
-        """First missing key of a probed chain -> until when not to ask again."""
+        """What a probed chain lacked (`_first_missing`) -> until when not to ask again."""
         self._origins: dict[int, Lower] = {}
         """RAM row on its way -> the tier it is read from."""
         self._learn_at = 0.0
+        self._windowed = WindowStages(self)
         matches.on_pending = self.consider
 
     def consider(self, match: Match, found: Numbers) -> None:
         """Stage what lies below for a match, or ask a shared tier first."""
-        store, heads = self._store, found.tolist()
-        reach = self._reach(match, heads)
-        shared = next((low for low in store.lower if low.shared is not None), None)
-        ask = shared is not None and reach < match.asked and store.usable(shared)
-        if ask and shared and not self._known_absent(match.keys(reach, reach + 1)[0]):
-            match.pending = True
-            match.eta_s = shared.io.rates.latency_s
-            store.executor.submit(shared.reads, partial(self._probe, match, shared, reach))
+        heads = found.tolist()
+        if match.windows:
+            self._windowed.consider(match, heads)
             return
-        self._stage(match, heads, reach)
+        reach = self._reach(match, heads)
+        if not self.ask(match, reach, self._probe):
+            self._stage(match, heads, reach)
+
+    def ask(self, match: Match, reach: int, probe: Probe) -> bool:
+        """Let a shared tier be asked for what a match lacks from `reach` on, if one may know.
+
+        Returns: whether it is; the match is pending then.
+        """
+        store = self.store
+        shared = next((low for low in store.lower if low.shared is not None), None)
+        if shared is None or reach >= match.asked or not store.usable(shared):
+            return False
+        if store.clock() < self._absent.get(_first_missing(match, reach), 0.0):
+            return False
+        match.pending = True
+        match.eta_s = shared.io.rates.latency_s
+        store.executor.submit(shared.reads, partial(probe, match, shared, reach))
+        return True
 
     def _reach(self, match: Match, heads: list[int]) -> int:
         """Return the blocks from the head that are in RAM, on their way there, or below."""
         for unit in range(len(match.rows), len(heads)):
-            if self._source(match, heads[unit]) == NONE:
+            if self.source(match, heads[unit]) == NONE:
                 return unit // len(match.parts)
         return match.asked
 
-    def _source(self, match: Match, head: int) -> int:
+    def source(self, match: Match, head: int) -> int:
         """Return the copy a unit comes from: in RAM or on its way there, else the fastest below.
 
         NONE where there is none, or where RAM holds one that cannot answer and is in use. One that
         nobody uses makes way in `_begin`.
         """
-        store, catalog = self._store, self._store.catalog
+        store, catalog = self.store, self.store.catalog
         fidelity, namespace = match.call.fidelity, match.namespace
         row = catalog.in_tier(head, RAM)
         if row != NONE:
@@ -105,41 +127,66 @@ class Stages:
 
     def _probe(self, match: Match, lower: Lower, start: int) -> None:
         """Ask a shared tier for a chain, galloping; a job of its read lane."""
-        tier = lower.shared
+        generation = self.generation(match, lower)
+        found, at = self.gallop(match, lower, match.parts, start, generation)
+        with self.store.lock:
+            self.remember_absent(match, at)
+        self.answered(match, lower, found, self._stage_found)
+
+    def generation(self, match: Match, lower: Lower) -> int:
+        """Return the generation that frames of a match's namespace have in a shared tier."""
+        assert lower.shared is not None
+        self._learn_generations(lower.shared)
+        with self.store.lock:
+            return self.store.namespaces.minimum[match.namespace]
+
+    def gallop(
+        self, match: Match, lower: Lower, parts: Sequence[int], at: int, generation: int
+    ) -> tuple[list[Found], int]:
+        """Ask a shared tier for all these parts of a chain's blocks from `at` on.
+
+        Returns: what is there, and the first block that is not there whole.
+        """
+        tier, catalog, found, step = lower.shared, self.store.catalog, list[Found](), FIRST_PROBE
         assert tier is not None
-        store = self._store
-        self._learn_generations(tier)
-        with store.lock:
-            generation = store.namespaces.minimum[match.namespace]
-        found: list[tuple[FrameId, int]] = []
-        at, step = start, FIRST_PROBE
         while at < match.asked:
             ids = [
-                FrameId(key, store.catalog.part_at(part), generation)
+                FrameId(key, catalog.part_at(part), generation)
                 for key in match.keys(at, at + step)
-                for part in match.parts
+                for part in parts
             ]
             sizes = tier.find(ids)
             known = next((n for n, size in enumerate(sizes) if size <= 0), len(sizes))
-            whole = known // len(match.parts) * len(match.parts)
+            whole = known // len(parts) * len(parts)
             found += zip(ids[:whole], sizes[:whole], strict=True)
-            at += whole // len(match.parts)
+            at += whole // len(parts)
             if whole < len(ids):
                 break
             step *= PROBE_GROWTH
+        return found, at
+
+    def answered(
+        self,
+        match: Match,
+        lower: Lower,
+        found: Sequence[Found],
+        stage: Callable[[Match, list[int]], None],
+    ) -> None:
+        """Take in what a shared tier has of a match, and stage it if it is still wanted."""
+        store = self.store
         with store.lock:
             self._adopt(match, lower, found)
-            if at < match.asked:
-                self._remember_absent(match.keys(at, at + 1)[0])
             if match.number in self._matches.open and match.answer is None:
-                heads = store.heads(match.call.keys, match.parts).tolist()
-                self._stage(match, heads, self._reach(match, heads))
+                stage(match, store.heads(match.call.keys, match.parts).tolist())
                 if not match.awaited:
                     self._matches.finish(match)
 
+    def _stage_found(self, match: Match, heads: list[int]) -> None:
+        self._stage(match, heads, self._reach(match, heads))
+
     def tick(self) -> None:
         """Hear of other sidecars' clears in time, even when RAM answers everything."""
-        store = self._store
+        store = self.store
         for low in store.lower:
             if low.shared is not None and store.clock() >= self._learn_at:
                 self._learn_at = float("inf")  # until this one has been answered
@@ -147,10 +194,10 @@ class Stages:
 
     def _learn(self, tier: SharedTier) -> None:
         self._learn_generations(tier)
-        self._learn_at = self._store.clock() + LEARN_S
+        self._learn_at = self.store.clock() + LEARN_S
 
     def _learn_generations(self, tier: SharedTier) -> None:
-        store, news = self._store, False
+        store, news = self.store, False
         minima = tier.generations()
         with store.lock:
             for digest, generation in minima.items():
@@ -161,19 +208,19 @@ class Stages:
             if news and low.shared is None:
                 store.persist(low, low.tier.generations())
 
-    def _known_absent(self, key: bytes) -> bool:
-        return self._store.clock() < self._absent.get(key, 0.0)
-
-    def _remember_absent(self, key: bytes) -> None:
+    def remember_absent(self, match: Match, block: int) -> None:
+        """Note the first block of a match that a shared tier does not have as it was asked for."""
+        if block >= match.asked:
+            return
         if len(self._absent) >= NEGATIVE_LIMIT:
             self._absent.clear()
-        self._absent[key] = self._store.clock() + NEGATIVE_S
+        self._absent[_first_missing(match, block)] = self.store.clock() + NEGATIVE_S
 
-    def _adopt(self, match: Match, lower: Lower, found: Sequence[tuple[FrameId, int]]) -> None:
+    def _adopt(self, match: Match, lower: Lower, found: Sequence[Found]) -> None:
         """Note frames that a shared tier has; what they hold is known when they were read."""
-        store, catalog = self._store, self._store.catalog
-        for index, (frame_id, size) in enumerate(found):
-            part = match.parts[index % len(match.parts)]
+        store, catalog = self.store, self.store.catalog
+        for frame_id, size in found:
+            part = catalog.part_number(frame_id.part)
             head = catalog.head(frame_id.key, part)
             if catalog.in_tier(head, lower.number) != NONE:
                 continue
@@ -190,9 +237,9 @@ class Stages:
 
     def _stage(self, match: Match, heads: list[int], reach: int) -> None:
         """Plan the length, reserve RAM for it whole, and start the reads."""
-        store, catalog, parts = self._store, self._store.catalog, len(match.parts)
+        store, catalog, parts = self.store, self.store.catalog, len(match.parts)
         first = len(match.rows)
-        sources = [self._source(match, head) for head in heads[first : reach * parts]]
+        sources = [self.source(match, head) for head in heads[first : reach * parts]]
         if not sources or NONE in sources:
             return
         call = match.call
@@ -208,15 +255,14 @@ class Stages:
             call.position + first // parts * call.tokens_per_block,
             Recompute(call.linear, call.quadratic),
         )
-        sources = self._fit(sources[: plan.blocks * parts], parts)
+        sources = self.fit(sources[: plan.blocks * parts], parts)
         if sources:
-            match.eta_s = plan.load_s
-            match.pending = True
-            self._want(match, sources)
+            match.rows.extend([NONE] * len(sources))
+            self.want(match, list(enumerate(sources, first)), plan.load_s)
 
-    def _fit(self, sources: list[int], parts: int) -> list[int]:
+    def fit(self, sources: list[int], parts: int) -> list[int]:
         """Make room and return the units of the chain that can be staged, in whole blocks."""
-        store, catalog = self._store, self._store.catalog
+        store, catalog = self.store, self.store.catalog
         page = store.host.page_bytes
         sizes = [
             -(-catalog.nbytes[row] // page) * page if catalog.tier[row] else 0 for row in sources
@@ -236,14 +282,19 @@ class Stages:
             store.counters["stage_refused_full"] += len(sources) - fit
         return sources[:fit]
 
-    def _want(self, match: Match, sources: list[int]) -> None:
-        """Wait for units on their way, start reads of the others, hold what is in RAM already."""
-        store, catalog, arriving = self._store, self._store.catalog, self._matches.arriving
-        first = len(match.rows)
-        match.rows.extend([NONE] * len(sources))
-        chain = match.rows[:first].tolist()
+    def want(self, match: Match, wanted: Sequence[tuple[int, int]], eta_s: float) -> None:
+        """Wait for units on their way, start reads of the others, hold what is in RAM already.
+
+        Args:
+            match: whose rows have a place for them.
+            wanted: units and their sources, in order; what is in front of them is held.
+            eta_s: when all will be there.
+        """
+        store, catalog, arriving = self.store, self.store.catalog, self._matches.arriving
+        match.pending, match.eta_s = True, eta_s
+        chain = [row for row in match.rows if row != NONE]
         reads: dict[int, list[tuple[int, int]]] = {}
-        for unit, source in enumerate(sources, first):
+        for unit, source in wanted:
             target = source
             if catalog.tier[source] != RAM:
                 target = self._begin(source)
@@ -270,7 +321,7 @@ class Stages:
 
     def _begin(self, source: int) -> int:
         """Reserve RAM for a unit and hold the copy it is read from."""
-        store, catalog = self._store, self._store.catalog
+        store, catalog = self.store, self.store.catalog
         locator = store.host.reserve(catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
         head = catalog.head(catalog.key(source), catalog.part[source])
@@ -281,7 +332,7 @@ class Stages:
         return store.copy_of(source, RAM, locator)
 
     def _submit(self, low: Lower, pairs: Sequence[tuple[int, int]]) -> None:
-        store, catalog = self._store, self._store.catalog
+        store, catalog = self.store, self.store.catalog
         items = [
             Item(
                 store.frame_id(source),
@@ -305,7 +356,7 @@ class Stages:
         store.executor.submit(low.reads, read)
 
     def _arrived(self, low: Lower, target: int, source: int, item: Item, outcome: Outcome) -> None:
-        store, catalog = self._store, self._store.catalog
+        store, catalog = self.store, self.store.catalog
         del self._origins[target]
         store.unhold([source])
         minimum = store.namespaces.minimum[catalog.namespace[target]]
@@ -331,12 +382,12 @@ class Stages:
 
     def _describe(self, target: int, source: int, item: Item) -> Outcome:
         """Take over from the header what a probe could not know."""
-        catalog = self._store.catalog
-        readable = self._store.offers.readable
+        catalog = self.store.catalog
+        readable = self.store.offers.readable
         header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
         if isinstance(header, frame.Refusal) or header.codec_id not in readable:
             return Outcome(Status.UNKNOWN, "a codec this release does not know")
-        namespace = self._store.namespaces.digest(catalog.namespace[target])
+        namespace = self.store.namespaces.digest(catalog.namespace[target])
         if (header.generation, header.namespace) != (catalog.generation[target], namespace):
             return Outcome(Status.CORRUPT, "another namespace or generation")
         for row in (target, source):

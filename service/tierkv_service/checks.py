@@ -17,6 +17,7 @@ MAX_RAW_BYTES = 1 << 40
 MAX_DEADLINE_S = 86400.0
 _FINGERPRINT_BYTES = 32
 _SIZE_BYTES = 8
+_WINDOW_BYTES = 4
 
 
 def wrong(call: calls.Call) -> str:
@@ -30,6 +31,8 @@ def _match(call: calls.MatchCall) -> str:
         return "linear and quadratic must be finite and at least 0"
     if not 0 < call.raw_bytes <= MAX_RAW_BYTES:
         return f"raw_bytes is {call.raw_bytes}"
+    if call.windows and len(call.windows) * PACKED_BYTES != len(call.parts) * _WINDOW_BYTES:
+        return "windows must be empty or have one for each part"
     return _deadline(call.deadline_s) or _content(call) or _units(call.keys, call.parts)
 
 
