@@ -21,7 +21,7 @@ import torch
 from tierkv.cache import TierKV
 from tierkv.calls import MatchCall, PutCall
 from tierkv.channel import EmbeddedChannel
-from tierkv.client import Client, Reservation, Transfer
+from tierkv.client import Client, Pieces, Reservation, Transfer
 from tierkv.part import Part
 from tierkv.settings import parse
 from tierkv_connectors.sidecar import connect
@@ -66,14 +66,8 @@ def put_call(keys: bytes, block_bytes: int) -> PutCall:
 def copy_in(reservation: Reservation, blocks: Sequence[torch.Tensor]) -> None:
     """Copy blocks to where a reservation says."""
     places = [reservation.payload(index) for index in range(len(reservation.units))]
-    for source, pieces in zip(blocks, places, strict=False):
-        at = 0
-        for piece in pieces:
-            size = min(len(piece), len(source) - at)
-            if size:
-                part = torch.frombuffer(piece, dtype=torch.uint8, count=size)
-                part.copy_(source if size == len(source) else source[at : at + size])
-                at += size
+    for there, here in pairs_of(places, blocks):
+        there.copy_(here)
 
 
 def copy_out(transfer: Transfer, blocks: Sequence[torch.Tensor]) -> None:
@@ -81,14 +75,29 @@ def copy_out(transfer: Transfer, blocks: Sequence[torch.Tensor]) -> None:
     headers = transfer.headers()
     assert len(headers) == transfer.units, "a frame was not what the match promised"
     places = [transfer.payload(unit, header) for unit, header in enumerate(headers)]
-    for target, pieces in zip(blocks, places, strict=False):
+    for there, here in pairs_of(places, blocks):
+        here.copy_(there)
+    assert transfer.intact(transfer.units) == transfer.units
+
+
+def pairs_of(
+    places: Sequence[Pieces], blocks: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what is copied to what: tensors over each piece of a payload and over its block.
+
+    All of them before the first copy: one that stands between copies finds its code pushed out of
+    the processor's caches.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pieces, block in zip(places, blocks, strict=False):
         at = 0
         for piece in pieces:
-            part = torch.frombuffer(piece, dtype=torch.uint8)
-            size = len(piece)
-            (target if size == len(target) else target[at : at + size]).copy_(part)
-            at += size
-    assert transfer.intact(transfer.units) == transfer.units
+            size = min(len(piece), len(block) - at)
+            if size:
+                there = torch.frombuffer(piece, dtype=torch.uint8, count=size)
+                pairs.append((there, block if size == len(block) else block[at : at + size]))
+                at += size
+    return pairs
 
 
 class Engine:

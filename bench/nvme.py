@@ -32,13 +32,14 @@ from tierkv.fidelity import Fidelity
 from tierkv.part import Part
 from tierkv.stages import read_jobs
 from tierkv.tier import ALIGN, FrameId, Item, Status
-from tierkv.tiers.nvme import NvmeSettings, NvmeTier
+from tierkv.tiers.nvme import LARGE_REGION_BYTES, NvmeSettings, NvmeTier
 from tierkv.wrap import Sealed
-from tierkv.write_behind import BATCH_BYTES, BATCH_FRAMES
+from tierkv.write_behind import BATCH_BYTES, BATCH_FRAMES, FIRST_BATCH_BYTES
 
 T = TypeVar("T")
-LOG_BYTES = 4 * RING_BYTES
-STORE_BYTES = 2 * LOG_BYTES
+LOG_BYTES = 8 * RING_BYTES
+"""With regions as they are on a disk of 8 GiB and more."""
+STORE_BYTES = LOG_BYTES
 """A region of 64 MiB holds one frame of 32 MiB and its header: two rings need twice their bytes."""
 
 
@@ -86,7 +87,9 @@ class Tier:
     """The tier under its checksums; at most two rings of frames are in it."""
 
     def __init__(self, folder: str, block_bytes: int, seed: int) -> None:
-        settings = NvmeSettings(path=folder, size_bytes=LOG_BYTES, free_floor_bytes=0)
+        settings = NvmeSettings(
+            path=folder, size_bytes=LOG_BYTES, region_bytes=LARGE_REGION_BYTES, free_floor_bytes=0
+        )
         self._tier = NvmeTier(settings)
         self._sealed = Sealed(self._tier)
         self.out = Frames(block_bytes, seed)
@@ -147,9 +150,11 @@ def write_batches(
     items: Sequence[T], nbytes: int, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[Sequence[T]]:
     """Cut items as write-behind does."""
-    count = min(-(-batch_bytes // nbytes), BATCH_FRAMES)
-    for at in range(0, len(items), count):
+    at, most = 0, FIRST_BATCH_BYTES
+    while at < len(items):
+        count = min(-(-most // nbytes), BATCH_FRAMES)
         yield items[at : at + count]
+        at, most = at + count, batch_bytes
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from bench.engine import (
     chain,
     embedded,
     match_call,
+    pairs_of,
     put_call,
     ring,
     sidecar,
@@ -30,16 +31,9 @@ HOST_BYTES = 4 * RING_BYTES + 128 * MIB
 
 def copies(pieces: Sequence[Pieces], blocks: Sequence[torch.Tensor], *, inwards: bool) -> Run:
     """Return the plain copy of blocks into pieces of the arena, or back."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for block, parts in zip(blocks, pieces, strict=True):
-        at = 0
-        for piece in parts:
-            size = min(len(piece), len(block) - at)
-            if size:
-                there = torch.frombuffer(piece, dtype=torch.uint8, count=size)
-                here = block[at : at + size]
-                pairs.append((there, here) if inwards else (here, there))
-                at += size
+    pairs = pairs_of(pieces, blocks)
+    if not inwards:
+        pairs = [(here, there) for there, here in pairs]
 
     def run() -> float:
         start = time.perf_counter()

@@ -3,7 +3,8 @@
 Every tier moves a ring of 256 MiB in blocks of 2 MiB and of 32 MiB, too much for any cache. Within
 a turn tierkv, the machine's limit and every peer run once, in an order drawn anew, and a ratio is
 the median of the ratios of the turns: so load from elsewhere slows all of them, and does not tilt
-it. Speeds are in GB (1e9 bytes) of blocks per second.
+it. A disk takes twice as many turns, for it changes from one second to the next. Speeds are in GB
+(1e9 bytes) of blocks per second.
 
     host             match, get, copy, release and put, copy, commit; limit: plain copies of the
                      same blocks from and to the same arena; peers: LMCache's engine, Mooncake
@@ -53,7 +54,7 @@ def measure(
             elif tier == "doubted":
                 rows += ram.doubted(size, turns, seed)
             elif tier == "nvme":
-                rows += nvme.measure(size, turns, seed, absent, with_peers=with_peers)
+                rows += nvme.measure(size, 2 * turns + 1, seed, absent, with_peers=with_peers)
             elif tier == "stages":
                 rows += nvme.stages(size, turns, seed)
             else:

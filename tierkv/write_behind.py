@@ -29,6 +29,8 @@ BATCH_BYTES = 16 << 20
 SHARED_BATCH_BYTES = 32 << 20
 """A shared tier is asked before each batch what it has, over a pipe that is empty meanwhile."""
 BATCH_FRAMES = 32
+FIRST_BATCH_BYTES = 4 << 20
+"""While the first batch is sealed the medium idles."""
 STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
 
@@ -158,7 +160,7 @@ class WriteBehind:
         with store.lock:
             batch, queue.sealed = queue.sealed, None
             if queue.waiting and not queue.sealing:
-                ahead = self._begin(queue)
+                ahead = self._begin(queue, first=batch is None)
                 queue.sealing = True
                 queue.batch += len(ahead.items)
                 store.executor.submit(lower.seals, partial(self._seal, queue, ahead))
@@ -182,13 +184,14 @@ class WriteBehind:
             queue.sealed = batch
             self._start(queue)
 
-    def _begin(self, queue: _Queue) -> _Batch:
+    def _begin(self, queue: _Queue, *, first: bool) -> _Batch:
         """Take a batch off the queue, hold its RAM copies and mark the new ones `writing`."""
         store, catalog = self._store, self._store.catalog
         sources: list[int] = []
         copies: list[int] = []
         size, shared = 0, queue.lower.shared is not None
         most = SHARED_BATCH_BYTES if shared else BATCH_BYTES
+        most = FIRST_BATCH_BYTES if first else most
         while queue.waiting and len(copies) < BATCH_FRAMES and size < most:
             row, serial, nbytes, _ = queue.waiting.popleft()
             queue.nbytes -= nbytes

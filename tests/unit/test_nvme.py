@@ -26,6 +26,7 @@ from tierkv.errors import ErrorKind, TierKVError
 from tierkv.tier import ALIGN, DONE, Status
 from tierkv.tiers import region_log
 from tierkv.tiers.budget import WriteBudget
+from tierkv.tiers.nvme import NvmeSettings
 from tierkv.tiers.region_log import FRONT_BYTES, LOG_NAME
 
 
@@ -254,3 +255,15 @@ def test_r20_a_second_process_is_told_who_has_the_log(open_tier: Open, tmp_path:
     put(tier, make_frame(1))
     tier.close()
     assert len(found(open_tier())) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "region"), [(1 << 30, 64 << 20), (4 << 30, 128 << 20), (1 << 40, 256 << 20)]
+)
+def test_regions_are_large_where_there_are_many(size: int, region: int) -> None:
+    assert NvmeSettings(path="here", size_bytes=size).region == region
+
+
+def test_a_region_that_was_asked_for_is_taken() -> None:
+    settings = NvmeSettings(path="here", size_bytes=1 << 40, region_bytes=1 << 20)
+    assert settings.region == 1 << 20

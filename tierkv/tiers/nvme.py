@@ -45,6 +45,9 @@ from tierkv.tiers.regions import Regions, rounded
 SIDE_BYTES = 1 << 20
 """Set aside in the cap for the tail, the lock file and the generations."""
 LEAST_REGIONS = 2
+LARGE_REGION_BYTES = 256 << 20
+REGIONS = 32
+_STEP = 64 << 20
 
 _CLOSED = Outcome(Status.FAILED, "the tier is closed")
 _NOT_HERE = Outcome(Status.MISSING, "no such place in the log")
@@ -59,8 +62,8 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A directory of its own on a local disk; made if it is not there."""
     size_bytes: int
     """Cap on everything the tier writes, reserved at start."""
-    region_bytes: int = 64 << 20
-    """Space is freed by the region; no frame is larger than one. A multiple of 4096."""
+    region_bytes: int = 0
+    """Space is freed by the region; no frame is larger. A multiple of 4096, 0: see `region`."""
     free_floor_bytes: int = 1 << 30
     """Bytes of the volume that the tier leaves to others."""
     write_budget_bytes_per_day: int = 0
@@ -71,19 +74,30 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.path:
             raise invalid("path is empty: name a directory on a local disk")
-        fits = MIN_REGION_BYTES <= self.region_bytes <= MAX_REGION_BYTES
-        if not fits or self.region_bytes % ALIGN:
+        fits = MIN_REGION_BYTES <= self.region <= MAX_REGION_BYTES
+        if not fits or self.region % ALIGN:
             raise invalid(
                 f"region_bytes is {self.region_bytes}: give a multiple of {ALIGN}"
-                f" from {MIN_REGION_BYTES} to {MAX_REGION_BYTES}"
+                f" from {MIN_REGION_BYTES} to {MAX_REGION_BYTES}, or 0"
             )
-        if self.size_bytes < _least_size(self.region_bytes):
+        if self.size_bytes < _least_size(self.region):
             raise invalid(
-                f"size_bytes is {self.size_bytes}: {LEAST_REGIONS} regions of {self.region_bytes}"
-                f" need {_least_size(self.region_bytes)}; raise it, or lower region_bytes"
+                f"size_bytes is {self.size_bytes}: {LEAST_REGIONS} regions of {self.region}"
+                f" need {_least_size(self.region)}; raise it, or lower region_bytes"
             )
         if min(self.free_floor_bytes, self.write_budget_bytes_per_day) < 0:
             raise invalid("free_floor_bytes and write_budget_bytes_per_day are 0 or more")
+
+    @property
+    def region(self) -> int:
+        """Bytes of a region: what was asked for, else by the size.
+
+        A batch that runs into the end of a region costs a second write, and large frames leave the
+        rest of theirs unused; so regions are large, as long as there are many.
+        """
+        if self.region_bytes:
+            return self.region_bytes
+        return min(max(self.size_bytes // REGIONS // _STEP * _STEP, _STEP), LARGE_REGION_BYTES)
 
 
 class NvmeTier:
@@ -120,7 +134,7 @@ class NvmeTier:
         try:
             self._generations = Generations(folder)
             if not log.region_bytes or not self._generations.sound:
-                log.format(settings.region_bytes)
+                log.format(settings.region)
                 self._generations.clear()
         except OSError as error:
             raise unavailable(f"cannot use {folder}: {error}; check its owner and room") from error
