@@ -320,6 +320,44 @@ def test_a_reset_leaves_nothing_to_find(engine: EngineDouble) -> None:
         assert engine.run(tokens).external == 96
 
 
+def test_what_runs_when_the_weights_change_is_not_kept(store: TierKV, engine: EngineDouble) -> None:
+    """Its blocks are of both weights, under a name that other engines look for."""
+    tokens = next(prompts(22, 100))
+    request = engine.ask(tokens)
+    engine.admit(request)
+    engine.step({request.request_id: (request, 0, 50, True)})
+    engine.scheduler.reset()
+    plan = engine.step({request.request_id: (request, 50, 50, False)})
+    assert plan.saves == ()
+    engine.settle()
+    other = over(store, engine.kept, blocks=64)
+    assert other.run(tokens).external == 48, "what was computed before has its old name"
+    other.settle()
+    other.close()
+
+
+def test_what_waits_to_load_when_the_weights_change_is_computed(
+    store: TierKV, engine: EngineDouble
+) -> None:
+    tokens = next(prompts(23, 100))
+    engine.run(tokens)
+    engine.settle()
+    request = engine.ask(tokens)
+    engine.settle()
+    found = engine.scheduler.matched(request, 0)
+    assert found == 96
+    request.block_ids, request.external = [engine.free.pop(0) for _ in range(25)], 96
+    engine.scheduler.allocated(request, request.block_ids, 96)
+    engine.scheduler.reset()
+    engine.step({})
+    assert engine.wait(request, 96) == 0
+    engine.compute(request, 0)
+    engine.check(request)
+    assert engine.scheduler.ended(request) == {}
+    engine.settle()
+    assert holds(store) == (0, 0, 0)
+
+
 def test_an_answer_says_where_its_tokens_came_from(engine: EngineDouble) -> None:
     tokens = next(prompts(17, 100))
     request = engine.run(tokens)

@@ -6,51 +6,29 @@ without tierkv. After the constructor nothing raises into the engine.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
 
-from tierkv.client import Client
-from tierkv.errors import TierKVError
 from tierkv.executor import Threads
-from tierkv.part import Part
-from tierkv.settings import Settings, client_socket, load
-from tierkv_connectors.calibrated import codecs_with
-from tierkv_connectors.device import Device
-from tierkv_connectors.device.cuda import CudaDevice
-from tierkv_connectors.device.host import HostDevice
-from tierkv_connectors.edge import Edge
-from tierkv_connectors.private import PrivateSidecar, private_socket
-from tierkv_connectors.sidecar import SidecarChannel
-from tierkv_connectors.vllm.identity import LoraNames, identity_of, request_extras
-from tierkv_connectors.vllm.kept import Kept, block_tokens, check_device, engine_name, options_of
-from tierkv_connectors.vllm.layout import layout_of
+from tierkv_connectors.private import PrivateSidecar
+from tierkv_connectors.vllm.identity import LoraNames, request_extras
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.scheduler import Scheduler
-from tierkv_connectors.vllm.selftest import attention_of, self_test
-from tierkv_connectors.vllm.stats import Fresh, PromMetrics, Refused, Stats
-from tierkv_connectors.vllm.worker import NoWorker, Worker
+from tierkv_connectors.vllm.stats import Refused
+from tierkv_connectors.vllm.weights import watch
+from tierkv_connectors.vllm.worker_calls import Metadata, WorkerCalls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -68,14 +46,7 @@ _CAREFUL = StepPlan(overwritten=None)
 _log = logging.getLogger("vllm.tierkv")  # below the logger that vLLM shows
 
 
-@dataclass
-class Metadata(KVConnectorMetadata):
-    """The plan of one step, in vLLM's wrapping."""
-
-    plan: StepPlan
-
-
-class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
+class TierKVConnector(WorkerCalls, SupportsHMA):
     """Keeps KV in a sidecar. See `kept.Options` for `kv_connector_extra_config`."""
 
     def __init__(
@@ -88,18 +59,6 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = options_of(transfer.kv_connector_extra_config)
-        self._edge = Edge()
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | NoWorker = NoWorker()
-        self._threads: Threads | None = None
-        self._client: Client | None = None
-        self._device: Device = HostDevice()
-        self._private: PrivateSidecar | None = None
-        self._stats = Fresh(self._counters)
-        self._kept = self._edge.shield(
-            "keep", lambda: self._keep(vllm_config, kv_cache_config), None
-        )
         if self._kept is not None and role == KVConnectorRole.SCHEDULER:
             if self._options.private:
                 self._private = PrivateSidecar(self._settings(), transfer.engine_id)
@@ -107,153 +66,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._threads = Threads({"lookup": LOOKUPS})
             extras_of = partial(request_extras, loras=LoraNames())
             self._scheduler = Scheduler(self._kept, self._client, self._threads, extras_of)
+            self._edge.shield("watch", self._watch_weights, None)
             if transfer.kv_load_failure_policy != "recompute":
                 _log.warning(
                     "kv_load_failure_policy is %r: a block that is lost while it is loaded fails "
                     "its request; set it to 'recompute'",
                     transfer.kv_load_failure_policy,
                 )
-
-    def _keep(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Kept | None:
-        """Return what is kept of this engine, None when it cannot be and the log says why."""
-        try:
-            check_device(vllm_config.device_config.device_type, self._options)
-            engine_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            tokens = block_tokens(engine_tokens, self._options.tokens_per_block)
-            identity = identity_of(vllm_config, kv_cache_config, tokens)
-        except TierKVError as error:
-            _log.error("tierkv keeps nothing of this engine: %s", error)
-            return None
-        return Kept(identity, Part.whole(identity), engine_tokens, self._options)
-
-    def _settings(self) -> Settings:
-        return load(self._options.settings) if self._options.settings else Settings()
-
-    def _connect(self, *, arena: bool) -> Client:
-        if self._options.private:
-            path = private_socket(self._kv_transfer_config.engine_id)
-        else:
-            path = Path(self._options.socket or client_socket())
-        channel = SidecarChannel(
-            path,
-            timeout_s=self._options.timeout_s,
-            client=engine_name(),
-            arena=arena,
-            on_map=self._device.pin,
-            on_unmap=self._device.unpin,
-        )
-        return Client(channel)
-
-    def _counters(self) -> Iterable[Counter[str]]:
-        yield self._worker.counters
-        yield self._device.counters
-        if self._scheduler is not None:
-            yield self._scheduler.counters
-        yield Counter({"errors": self._edge.failures.total()})
-
-    # Worker side.
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn where the KV lies, and prove it."""
-        self._edge.shield("register", lambda: self._register(kv_caches), None)
-
-    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._kept is None:
-            return
-        try:
-            layers = self._vllm_config.compilation_config.static_forward_context
-            attention = attention_of(layers, list(kv_caches))
-            layout = layout_of(self._kv_cache_config, kv_caches, attention)
-            cuda = layout.device.type == "cuda"
-            self._device = CudaDevice(layout.device) if cuda else HostDevice()
-            self_test(layout, kv_caches, layers, self._device)
-            codecs = codecs_with(self._options.artifact, self._kept.identity, self._kept.part)
-            for name in self._options.profiles:
-                codecs.named(name)
-        except TierKVError as error:
-            _log.error("tierkv keeps nothing of this engine: %s", error)
-            return
-        self._client = self._connect(arena=True)
-        self._threads = Threads({"load": 1, "save": 1})
-        self._worker = Worker(
-            self._kept, self._client, self._threads, layout, self._device, self._edge, codecs
-        )
-        _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Stop saves from reading what the step overwrites."""
-        self._fence(kv_connector_metadata)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan; engines that never call `handle_preemptions` are fenced here."""
-        super().bind_connector_metadata(connector_metadata)
-        self._fence(connector_metadata)
-
-    def _fence(self, metadata: KVConnectorMetadata) -> None:
-        if isinstance(metadata, Metadata):
-            self._worker.fence(metadata.plan)
-
-    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Queue the step's loads."""
-        del forward_context, kwargs
-        metadata = self._connector_metadata
-        if isinstance(metadata, Metadata):
-            self._worker.begin_loads(metadata.plan.loads)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: no request runs before its loads are over."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: object,
-        **kwargs: object,
-    ) -> None:
-        """Save nothing yet: blocks are saved whole, after the step."""
-
-    def wait_for_save(self) -> None:
-        """Queue the saves of what the step has written."""
-        metadata = self._connector_metadata
-        if isinstance(metadata, Metadata):
-            self._worker.begin_saves(metadata.plan.saves)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report the requests whose loads are over."""
-        del finished_req_ids
-        return None, self._worker.ended()
-
-    def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
-        """Let the scheduler side know when nothing can be kept here."""
-        return Refused() if isinstance(self._worker, NoWorker) else None
-
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """Return what was counted on this side since the last call."""
-        return self._edge.shield("stats", self._stats.fresh, None)
-
-    @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> "KVConnectorStats | None":
-        """Return the statistics that `data` came from."""
-        return Stats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> "KVConnectorPromMetrics | None":
-        """Register our counters with vLLM's."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Report the blocks that loads did not fill."""
-        return self._worker.unfilled()
-
-    # Scheduler side.
 
     def on_new_request(self, request: "Request") -> None:
         """Begin to look a request's prompt up."""
@@ -347,6 +166,24 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.reset()
         return True
 
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, object]) -> None:
+        """Hear at start from the workers that cannot keep their KV."""
+        refused = any(isinstance(one, Refused) for one in metadata.values())
+        if refused and self._scheduler is not None:
+            self._scheduler.refused = True
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, object]) -> None:
+        """Hear the same of every pipeline rank."""
+        self.set_xfer_handshake_metadata(metadata)
+
+    def _watch_weights(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+
+        watch(EngineCore, self._weights_changed)
+
+    def _weights_changed(self) -> None:
+        self._edge.shield("reset", self.reset_cache, None)
+
     def take_events(self) -> Iterable[Any]:
         """Return no events."""
         return ()
@@ -355,15 +192,6 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """Return False: a save that is dropped is a later miss and nothing else."""
         return False
-
-    def shutdown(self) -> None:
-        """Let the lanes end, and the connection."""
-        if self._threads is not None:
-            self._threads.close(self._options.timeout_s)
-        if self._client is not None:
-            self._client.close()
-        if self._private is not None:
-            self._private.close()
 
 
 # MultiConnector finds the statistics of its children by their registered names only, in processes

@@ -7,12 +7,11 @@ attempt to schedule it. A lease is held from the answer until the load is done, 
 
 import logging
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.key import KEY_BYTES, Extras, chain_keys
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
+from tierkv_connectors.vllm.asked import Asked, Lookup
 from tierkv_connectors.vllm.engine import Output, Request
 from tierkv_connectors.vllm.kept import Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
@@ -37,67 +37,6 @@ FRESH = 0.5
 _log = logging.getLogger("vllm.tierkv")  # below the logger that vLLM shows
 
 ExtrasOf = Callable[[Request], Extras | None]
-
-
-class _Lookup:
-    """One question about a request's chain, answered by the lane."""
-
-    def __init__(self) -> None:
-        self.answered = threading.Event()
-        self.keys = b""
-        self.reply = MISS
-        self.until = 0.0
-        """`time.monotonic` until which the answer may be used."""
-        self.computed = 0
-        """Tokens that the engine held when it was last told of this answer."""
-        self._guard = threading.Lock()
-        self._unwanted = False
-
-    def answer(self, reply: MatchReply, until: float) -> int:
-        """Take the answer; returns the match to release when nobody wants it any more."""
-        with self._guard:
-            self.reply, self.until = reply, until
-            self.answered.set()
-            return reply.match if self._unwanted else 0
-
-    def forget(self) -> int:
-        """Want no answer; returns the match to release when there is one already."""
-        with self._guard:
-            self._unwanted = True
-            return self.reply.match
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of one request until vLLM is done with it."""
-
-    request: Request
-    fingerprint: bytes
-    root: bytes
-    fidelity: Fidelity
-    """The least class that it is served, and so the class of what it computes."""
-    store: bool
-    keys: bytes = b""
-    blocks: list[int] = field(default_factory=list)
-    offered: int = 0
-    """Store blocks offered so far."""
-    lookup: _Lookup | None = None
-    loading: int = 0
-    """Number of the match that is being loaded from."""
-    filling: tuple[int, ...] = ()
-    """Engine blocks that it fills, in order."""
-    failed: bool = False
-    """A load did not fill all that it should: what is missing is computed, not loaded again."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Tokens of its loads by the tier they came from."""
-    finished: bool = False
-
-    def unfilled(self, blocks: AbstractSet[int], tokens: int) -> None:
-        """Note which engine blocks of `tokens` tokens the load did not fill, if any."""
-        filled = next((at for at, one in enumerate(self.filling) if one in blocks), None)
-        if filled is not None:
-            self.failed = True
-            self.sources = tokens_by_tier(self.sources, filled * tokens, 1)
 
 
 class Scheduler:
@@ -123,7 +62,7 @@ class Scheduler:
         self._fingerprint = kept.identity.fingerprint
         self.problems: dict[str, str] = {}
         """What is wrong with the wishes of requests, by their ids."""
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Asked] = {}
         self._loads: list[Load] = []
         self._prefill: tuple[int, int, float] | None = None
         """Position, tokens and start of a step that does nothing but prefill one request."""
@@ -149,7 +88,7 @@ class Scheduler:
             if fidelity != self._kept.fidelity:
                 self._separate(request, fidelity)
             root = self._kept.root(self._fingerprint, extras)
-            held = _Request(request, self._fingerprint, root, fidelity, store)
+            held = Asked(request, self._fingerprint, root, fidelity, store)
             self._requests[name] = held
             self._look(held)
 
@@ -312,11 +251,19 @@ class Scheduler:
         return {"loaded_tokens": held.sources, "fidelity": held.fidelity.label}
 
     def reset(self) -> None:
-        """Find nothing any more of what was kept until now: the weights may be others."""
-        self._fingerprint = self._kept.fingerprint(time.time_ns())
+        """Find nothing any more of what was kept until now: the weights may be others.
 
-    def _look(self, held: _Request) -> _Lookup:
-        held.lookup = lookup = _Lookup()
+        Requests that are under way get and give nothing any more: what they compute from now on
+        stands on what they had before.
+        """
+        self._fingerprint = self._kept.fingerprint(time.time_ns())
+        for held in self._requests.values():
+            self._forget(held)
+            held.store, held.failed = False, True
+        self._loads = [replace(load, match=0) for load in self._loads]
+
+    def _look(self, held: Asked) -> Lookup:
+        held.lookup = lookup = Lookup()
         tokens = held.request.num_tokens
         if not self._kept.options.load or (tokens - 1) // self._kept.tokens < 1:
             lookup.answered.set()
@@ -325,7 +272,7 @@ class Scheduler:
         self._executor.submit("lookup", lambda: self._ask(held, lookup, known))
         return lookup
 
-    def _ask(self, held: _Request, lookup: _Lookup, known: bytes) -> None:
+    def _ask(self, held: Asked, lookup: Lookup, known: bytes) -> None:
         """Hash a request's tokens and match them; a job of the lane."""
         deadline_s, reply = self._kept.options.deadline_s, MISS
         try:
@@ -341,7 +288,7 @@ class Scheduler:
         finally:
             self._client.release(lookup.answer(reply, time.monotonic() + deadline_s * FRESH))
 
-    def _extended(self, held: _Request, keys: bytes) -> bytes:
+    def _extended(self, held: Asked, keys: bytes) -> bytes:
         """Return the keys of all full blocks of a request, of which the first are known."""
         size, count = self._kept.tokens, len(keys) // KEY_BYTES
         ids = held.request.all_token_ids
@@ -355,13 +302,13 @@ class Scheduler:
         """Return whether loading beats computing, as far as both are known."""
         return not reply.recompute_s or reply.load_s < reply.recompute_s
 
-    def _forget(self, held: _Request) -> None:
+    def _forget(self, held: Asked) -> None:
         """End the lease of an answer that is not used, now or when it comes."""
         lookup, held.lookup = held.lookup, None
         if lookup is not None:
             self._client.release(lookup.forget())
 
-    def _save(self, held: _Request, computed: int, output: Output, saves: list[Save]) -> None:
+    def _save(self, held: Asked, computed: int, output: Output, saves: list[Save]) -> None:
         """Offer what a step seals: only tokens that are known now, so no drafts."""
         kept = self._kept
         done = computed + output.num_scheduled_tokens[held.request.request_id]

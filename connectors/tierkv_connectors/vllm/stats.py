@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -32,8 +35,8 @@ COUNTED = {
 
 
 @dataclass
-class Refused(KVConnectorWorkerMetadata):
-    """A worker's word to the scheduler side: it keeps nothing."""
+class Refused(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):
+    """A worker's word to the scheduler side, at start or with a step: it keeps nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return this: one rank that keeps nothing is enough."""

@@ -1,0 +1,72 @@
+"""Asked: one request of vLLM's, and the question about its chain. The scheduler side's, no I/O."""
+
+import threading
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from tierkv.calls import MatchReply
+from tierkv.client import MISS
+from tierkv.fidelity import Fidelity
+from tierkv_connectors.sources import tokens_by_tier
+from tierkv_connectors.vllm.engine import Request
+
+
+class Lookup:
+    """One question about a request's chain, answered by the lane."""
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.keys = b""
+        self.reply = MISS
+        self.until = 0.0
+        """`time.monotonic` until which the answer may be used."""
+        self.computed = 0
+        """Tokens that the engine held when it was last told of this answer."""
+        self._guard = threading.Lock()
+        self._unwanted = False
+
+    def answer(self, reply: MatchReply, until: float) -> int:
+        """Take the answer; returns the match to release when nobody wants it any more."""
+        with self._guard:
+            self.reply, self.until = reply, until
+            self.answered.set()
+            return reply.match if self._unwanted else 0
+
+    def forget(self) -> int:
+        """Want no answer; returns the match to release when there is one already."""
+        with self._guard:
+            self._unwanted = True
+            return self.reply.match
+
+
+@dataclass(slots=True)
+class Asked:
+    """What is known of one request until vLLM is done with it."""
+
+    request: Request
+    fingerprint: bytes
+    root: bytes
+    fidelity: Fidelity
+    """The least class that it is served, and so the class of what it computes."""
+    store: bool
+    keys: bytes = b""
+    blocks: list[int] = field(default_factory=list)
+    offered: int = 0
+    """Store blocks offered so far."""
+    lookup: Lookup | None = None
+    loading: int = 0
+    """Number of the match that is being loaded from."""
+    filling: tuple[int, ...] = ()
+    """Engine blocks that it fills, in order."""
+    failed: bool = False
+    """A load did not fill all that it should: what is missing is computed, not loaded again."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Tokens of its loads by the tier they came from."""
+    finished: bool = False
+
+    def unfilled(self, blocks: AbstractSet[int], tokens: int) -> None:
+        """Note which engine blocks of `tokens` tokens the load did not fill, if any."""
+        filled = next((at for at, one in enumerate(self.filling) if one in blocks), None)
+        if filled is not None:
+            self.failed = True
+            self.sources = tokens_by_tier(self.sources, filled * tokens, 1)
