@@ -8,7 +8,7 @@ import pytest
 from tierkv_connectors.vllm import weights
 
 
-def core_of(log: list[str]) -> type:
+def core_of(log: list[str]) -> type[Any]:
     class Core:
         """The calls of vLLM's EngineCore."""
 
@@ -38,13 +38,14 @@ def test_what_may_change_weights_is_told_before_and_after() -> None:
     weights.watch(core, side.changed)
     weights.watch(core, side.changed)  # of another engine in this process: one watch is enough
     weights._listeners.pop()
-    one = core()
-    for call in (
-        lambda: one.collective_rpc("reload_weights", timeout=3.0),
-        lambda: one.collective_rpc(method="what_is_this", timeout=3.0),
-        lambda: one.collective_rpc(print, 3.0),
-    ):
-        assert call() == "done"
+    one: Any = core()
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        (["reload_weights"], {"timeout": 3.0}),
+        ([], {"method": "what_is_this", "timeout": 3.0}),
+        ([print, 3.0], {}),
+    ]
+    for arguments, named in calls:
+        assert one.collective_rpc(*arguments, **named) == "done"
         assert log == ["changed", "rpc 3.0", "changed"]
         log.clear()
     one.sleep(2)
