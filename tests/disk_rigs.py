@@ -15,8 +15,7 @@ from tierkv.executor import Inline
 from tierkv.simulation.lanes import Time
 from tierkv.simulation.media import Faults
 from tierkv.simulation.server import ModelShared, Server
-from tierkv.store import RAM
-from tierkv.tier import DurableTier, Item, Outcome
+from tierkv.tier import RAM, DurableTier, Item, Outcome
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 
 MIB = 1 << 20

@@ -28,6 +28,7 @@ from tierkv.gate import load as load_gate
 from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
+from tierkv.moves import Moves
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.policies.lru import Lru
@@ -37,8 +38,8 @@ from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stages import Stages
 from tierkv.stat import to_wire
-from tierkv.store import RAM, Lower, Store
-from tierkv.tier import DurableTier
+from tierkv.store import Lower, Store
+from tierkv.tier import RAM, DurableTier
 from tierkv.tiers.host import HostTier
 from tierkv.tiers.nvme import NvmeTier
 from tierkv.tiers.redis import RedisTier
@@ -67,8 +68,9 @@ class TierKV:
         self._store = Store(host, lower, policy, executor, clock, settings, gate)
         self._write_behind = WriteBehind(self._store)
         self._matches = Matches(self._store)
-        self._stages = Stages(self._store, self._matches, self._write_behind.resume)
-        self._puts = Puts(self._store, self._write_behind)
+        self._moves = Moves(self._store)
+        self._stages = Stages(self._store, self._moves, self._matches, self._write_behind.resume)
+        self._puts = Puts(self._store, self._moves, self._write_behind)
         self._health = Health(self._store)
         self._answers = Answers()
         self._wall = wall

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv import units
+from tierkv.allowance import Allowance, Allowances
 from tierkv.key import KEY_BYTES
 from tierkv.part import Part
 from tierkv.tier import Space
@@ -71,7 +72,13 @@ COLUMNS = {
     "position": "i",
     "sibling": "i",
     "serial": "I",
+    "allowance": "h",
+    "end1": "i",
+    "end2": "i",
+    "end3": "i",
 }
+ENDS = ("end1", "end2", "end3")
+"""By segments: bytes of the frame cut short behind so many; 0 where that is not known."""
 
 Rows = Sequence[int]
 Column = int | npt.NDArray[Any]
@@ -95,6 +102,10 @@ class Unit(NamedTuple):
     namespace: int
     generation: int
     position: int
+    allowance: int = 0
+    end1: int = 0
+    end2: int = 0
+    end3: int = 0
 
 
 class Catalog:
@@ -115,6 +126,10 @@ class Catalog:
     position: "array[int]"
     sibling: "array[int]"
     serial: "array[int]"
+    allowance: "array[int]"
+    end1: "array[int]"
+    end2: "array[int]"
+    end3: "array[int]"
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self.tiers = tuple(tiers)
@@ -123,6 +138,7 @@ class Catalog:
         self._parts: dict[Part, int] = {}
         self._part_list: list[Part] = []
         self._recycled: list[int] = []
+        self.allowances = Allowances()
         for name, typecode in COLUMNS.items():
             setattr(self, name, array(typecode))
         self._units = units.Units(self.part)
@@ -146,6 +162,15 @@ class Catalog:
     def part_of(self, row: int) -> Part:
         """Return a row's part."""
         return self._part_list[self.part[row]]
+
+    def allowed(self, row: int) -> Allowance:
+        """Return the lossy profiles, by number, that a row's block may take, and their loss."""
+        return self.allowances[self.allowance[row]]
+
+    def end(self, row: int, segments: int) -> int:
+        """Return the bytes of a row's frame cut short behind 1 to 3 segments; 0: not known."""
+        value: int = getattr(self, ENDS[segments - 1])[row]
+        return value
 
     def key(self, row: int) -> bytes:
         """Return a row's key."""
@@ -182,6 +207,8 @@ class Catalog:
             self.nbytes[row], self.allocated[row] = unit.nbytes, unit.allocated
             self.locator[row], self.namespace[row] = unit.locator, unit.namespace
             self.generation[row], self.position[row] = unit.generation, unit.position
+            self.allowance[row] = unit.allowance
+            self.end1[row], self.end2[row], self.end3[row] = unit.end1, unit.end2, unit.end3
             self.tier[row], self.serial[row] = tier, (self.serial[row] + 1) & 0xFFFFFFFF
         before = self._units.lead(np.array(rows, np.int32))
         for row, sibling in zip(rows, before.tolist(), strict=True):
@@ -198,11 +225,12 @@ class Catalog:
             tier: where.
             part: of all the units.
             keys: of the units, n x 32 bytes.
-            columns: the other fields of `Unit`: a value for all, or one for each.
+            columns: the other fields of `Unit` that have no default: for all, or for each.
         """
         rows = self._take_rows(keys)
         at = np.array(rows, np.int32)
-        for name, values in {"part": part, "tier": tier, **columns}.items():
+        unknown = dict.fromkeys(("allowance", *ENDS), 0)
+        for name, values in {"part": part, "tier": tier, **unknown, **columns}.items():
             self.column(name)[at] = values
         self.column("serial")[at] += np.uint32(1)
         self.column("sibling")[at] = self._units.lead(at)

@@ -13,7 +13,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     `ratio` (raw bytes over payload bytes) and `decode_bps` (raw bytes per second) are expectations
     that the cost model starts from. `bound_extra` is what a payload may exceed the raw bytes by.
-    A progressive codec's payload has up to `segments` of them, each prefix being a coarser block.
+    A progressive codec's payload has up to `segments` of them, each prefix being a coarser block;
+    a block of this profile has its first `levels`, 0 where nothing can be cut.
     A block of an exact profile keeps the fidelity of what it was computed on; what a `lossy` one
     may promise is measured for each model and never stands here.
     """
@@ -26,6 +27,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode_bps: float
     bound_extra: int = 0
     segments: int = 1
+    levels: int = 0
 
 
 RAW = Profile(name="raw", number=1, codec_id=1, ratio=1.0, decode_bps=float("inf"))
@@ -76,8 +78,9 @@ KVTC = tuple(
         decode_bps=0.1e9,
         bound_extra=1024,
         segments=4,
+        levels=levels,
     )
-    for number, ratio in ((6, 4), (7, 8), (8, 16), (9, 32))
+    for number, ratio, levels in ((6, 4, 4), (7, 8, 3), (8, 16, 2), (9, 32, 1))
 )
 """One format at four levels: what `tierkv calibrate` makes unless it is told other ratios."""
 

@@ -252,9 +252,16 @@ def verify(header: Header, pieces: Sequence[Buffer]) -> bool:
 
 
 def truncate(header: Header, segments: int) -> Header:
-    """Return the header of the frame's first segments, itself a valid frame."""
+    """Return the header of the frame's first segments, itself a valid frame.
+
+    It keeps its size, so that the payload stays where it is: the others become empty.
+    """
+    rest = len(header.segments) - segments
+    empty = (digest([]),) * rest if header.checksums else ()
     return msgspec.structs.replace(
-        header, segments=header.segments[:segments], checksums=header.checksums[:segments]
+        header,
+        segments=(*header.segments[:segments], *(0,) * rest),
+        checksums=(*header.checksums[:segments], *empty),
     )
 
 

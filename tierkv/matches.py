@@ -24,7 +24,8 @@ from tierkv.errors import invalid
 from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys, seconds_of
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, RAM, Numbers, Store
+from tierkv.store import HOST_RATES, Numbers, Store
+from tierkv.tier import RAM
 from tierkv.windows import Windows
 
 Done = Callable[[MatchReply], None]

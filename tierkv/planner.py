@@ -15,9 +15,10 @@ from tierkv.catalog import READY, Catalog
 from tierkv.codec import Profile
 from tierkv.cost import Rates, Recompute, load_seconds, pick_profile
 from tierkv.key import KEY_BYTES
-from tierkv.plan import PutPlan, RegionPlan, StagePlan
-from tierkv.policy import Policy, ServicePolicy
-from tierkv.tier import Region
+from tierkv.lineage import freed, lawful
+from tierkv.plan import Kind, Move, PutPlan, ReclaimPlan, RegionPlan, StagePlan
+from tierkv.policy import Reclaimer, ServicePolicy
+from tierkv.tier import RAM, Region
 
 Numbers = npt.NDArray[np.signedinteger[Any]]
 
@@ -28,18 +29,46 @@ Each reclaim frees at least half a region.
 """
 CANDIDATES = 8
 """Sealed regions looked at per reclaim, oldest first."""
-RAM = 0
+
+
+def plan_reclaim(
+    policy: Reclaimer, view: Catalog, tier: int, need: int, granule: int, *, at_once: bool
+) -> ReclaimPlan:
+    """Choose Moves that free `need` bytes of a tier, or as many as can be.
+
+    What may not be is left out: a policy cannot make a copy that `lineage` forbids.
+
+    Args:
+        policy: says what costs least.
+        view: the catalog.
+        tier: where room is wanted.
+        need: bytes; none for 0 and less.
+        granule: of the tier's allocations, in bytes.
+        at_once: only what frees without I/O.
+    """
+    moves: list[Move] = []
+    sum_freed = refused = 0
+    for move in policy.reclaim(view, tier, need, at_once=at_once) if need > 0 else ():
+        if sum_freed >= need:
+            break
+        quick = move.kind in (Kind.DROP, Kind.DOWNGRADE) or not at_once
+        if view.tier[move.row] != tier or not quick or not lawful(view, move):
+            refused += 1
+            continue
+        moves.append(move)
+        sum_freed += freed(view, move, granule)
+    return ReclaimPlan(moves, sum_freed, refused)
 
 
 def plan_put(
-    policy: Policy,
+    policy: Reclaimer,
     view: Catalog,
     keys: bytes,
     known: Sequence[bool],
     sizes: Sequence[int],
     profile: Profile,
     free: int,
-    parts: int,
+    granule: int,
 ) -> PutPlan:
     """Decide which units of a put are written and what makes room for them.
 
@@ -54,15 +83,14 @@ def plan_put(
         sizes: per part: RAM bytes to allocate, the profile's upper bound.
         profile: of the new frames.
         free: free bytes of RAM.
-        parts: units per block.
+        granule: of RAM's allocations, in bytes.
     """
+    parts = len(sizes)
     missing = [unit for unit, has in enumerate(known) if not has]
     wanted = _worth(policy, view, keys, missing, parts)
     total = sum(sizes[unit % parts] for unit in wanted)
-    drops: list[int] = []
-    if total > free:
-        drops = policy.victims(view, RAM, total - free)
-        free += sum(view.allocated[row] for row in drops)
+    reclaim = plan_reclaim(policy, view, RAM, total - free, granule, at_once=True)
+    free += reclaim.freed
     fit = len(wanted)
     if total > free:
         fit = 0
@@ -76,11 +104,13 @@ def plan_put(
         known=len(known) - len(missing),
         refused=len(missing) - fit,
         profile=profile,
-        drops=drops if fit else [],
+        moves=reclaim.moves if fit else [],
     )
 
 
-def _worth(policy: Policy, view: Catalog, keys: bytes, missing: list[int], parts: int) -> list[int]:
+def _worth(
+    policy: Reclaimer, view: Catalog, keys: bytes, missing: list[int], parts: int
+) -> list[int]:
     """Return the missing units of those blocks that the policy lets into RAM."""
     blocks = missing if parts == 1 else list(dict.fromkeys(unit // parts for unit in missing))
     worth = policy.offered(

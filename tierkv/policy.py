@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tierkv.catalog import Catalog, Rows
+from tierkv.plan import Move
 
 
 class Policy(Protocol):
@@ -34,7 +35,21 @@ class Policy(Protocol):
         """Return ready, unheld placements worth least that free `need` bytes, or all of them."""
 
 
-class ServicePolicy(Policy, Protocol):
+class Reclaimer(Protocol):
+    """What a plan that makes room asks."""
+
+    def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
+        """As `Policy`."""
+
+    def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
+        """Return Moves that free `need` bytes of a tier, or all there are, what costs least first.
+
+        At most one for each placement, on ready ones that nobody holds. Who waits for the room
+        (`at_once`) cannot wait for I/O: drops and downgrades only.
+        """
+
+
+class ServicePolicy(Policy, Reclaimer, Protocol):
     """A policy for chains and logs: no victim has descendants (touched with it) that stay."""
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:

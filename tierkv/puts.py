@@ -18,10 +18,12 @@ from tierkv.errors import TierKVError, invalid
 from tierkv.fidelity import FIDELITIES
 from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys
+from tierkv.moves import Moves
 from tierkv.namespace import digest_of
 from tierkv.offers import Offer, exact_offers, fallback_of
 from tierkv.plan import PutPlan
-from tierkv.store import RAM, Store
+from tierkv.store import Store
+from tierkv.tier import RAM
 from tierkv.write_behind import WriteBehind
 
 FINGERPRINT_BYTES = 32
@@ -57,8 +59,9 @@ class _Reservation:
 class Puts:
     """Open reservations. Called under the store's lock."""
 
-    def __init__(self, store: Store, write_behind: WriteBehind) -> None:
+    def __init__(self, store: Store, moves: Moves, write_behind: WriteBehind) -> None:
         self._store = store
+        self._moves = moves
         self._write_behind = write_behind
         self.open: dict[int, _Reservation] = {}
         self._next = secrets.randbits(48)
@@ -95,7 +98,7 @@ class Puts:
                 found = store.heads(call.keys, parts)
             store.look(found, call.fidelity, namespace)
             return PutReply(reservation=0, known=plan_known, refused=plan.refused)
-        store.drop(plan.drops)
+        self._moves.at_once(plan.moves)
         rows = self._begin(call, parts, plan, raw)
         if plan.refused:
             found = store.heads(call.keys, parts)
@@ -240,7 +243,7 @@ class Puts:
         extra = frame.header_bytes(profile.segments) + profile.bound_extra
         sizes = [-(-(size + extra) // page) * page for size in raw]
         free = store.host.space().free
-        return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, len(raw))
+        return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, page)
 
     def _begin(self, call: PutCall, parts: list[int], plan: PutPlan, raw: list[int]) -> list[int]:
         """Take space for the units of a plan and begin their placements."""
@@ -284,7 +287,7 @@ class Puts:
         }
         for index, (row, unit) in enumerate(zip(held.rows, units, strict=False)):
             if held.header_bytes + unit.length != catalog.nbytes[row]:
-                self._trim(row, held.header_bytes + unit.length)
+                self._store.trim(row, held.header_bytes + unit.length)
             catalog.profile[row] = unit.profile
             header = stamps[unit.profile].pack(
                 catalog.key(row), parts[catalog.part[row]], catalog.position[row],
@@ -292,13 +295,6 @@ class Puts:
             )  # fmt: skip
             start = host.start(catalog.locator[row])
             host.view[start : start + held.header_bytes] = header
-
-    def _trim(self, row: int, nbytes: int) -> None:
-        catalog, host = self._store.catalog, self._store.host
-        locator, allocated = catalog.locator[row], -(-nbytes // host.page_bytes) * host.page_bytes
-        if allocated < catalog.allocated[row]:
-            locator = host.truncate(locator, nbytes)
-        catalog.resize(row, nbytes, allocated, locator)
 
     def _header(self, held: _Reservation, offer: Offer, *, sealed: bool) -> frame.Header:
         """Return a header of a reservation's frames of one profile, which differ from it little."""

@@ -11,7 +11,8 @@ from tierkv.gate import Gate
 from tierkv.matches import Matches
 from tierkv.puts import Puts
 from tierkv.stat import HoldStat, ProfileStat, StoreStat, TierStat, WriteBehindStat
-from tierkv.store import HOST_RATES, RAM, Lower, Store
+from tierkv.store import HOST_RATES, Lower, Store
+from tierkv.tier import RAM
 from tierkv.write_behind import WriteBehind
 
 HELD_SHARE = 0.9

@@ -16,8 +16,9 @@ from tierkv.codec import RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
-from tierkv.store import RAM, Lower, Numbers, Store
-from tierkv.tier import DONE, FrameId, Item, Outcome, SharedTier, Status
+from tierkv.moves import Moves
+from tierkv.store import Lower, Numbers, Store
+from tierkv.tier import DONE, RAM, FrameId, Item, Outcome, SharedTier, Status
 from tierkv.window_stages import WindowStages
 
 T = TypeVar("T")
@@ -55,9 +56,11 @@ class Stages:
     Called under the store's lock.
     """
 
-    def __init__(self, store: Store, matches: Matches, on_read: Callable[[Lower], None]) -> None:
+    def __init__(
+        self, store: Store, moves: Moves, matches: Matches, on_read: Callable[[Lower], None]
+    ) -> None:
         """Take what a stage works on; `on_read` is told when a tier has finished a read."""
-        self.store = store
+        self.store, self._moves = store, moves
         self._matches = matches
         self._on_read = on_read
         self._absent: dict[bytes, float] = {}
@@ -268,11 +271,7 @@ class Stages:
             -(-catalog.nbytes[row] // page) * page if catalog.tier[row] else 0 for row in sources
         ]
         in_ram = [row for row in sources if not catalog.tier[row] and catalog.state[row] == READY]
-        need = sum(sizes) - store.host.space().free
-        if need > 0:
-            catalog.hold(in_ram)
-            store.drop(store.policy.victims(catalog, RAM, need))
-            store.unhold(in_ram)
+        self._moves.make_room(sum(sizes) - store.host.space().free, beside=in_ram)
         free, fit = store.host.space().free, 0
         while fit < len(sources) and sizes[fit] <= free:
             free -= sizes[fit]

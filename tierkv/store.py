@@ -28,11 +28,10 @@ from tierkv.offers import Offers
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.policy import ServicePolicy
 from tierkv.settings import StoreSettings
-from tierkv.tier import DurableTier, FrameId, RegionTier, SharedTier
+from tierkv.tier import RAM, DurableTier, FrameId, RegionTier, SharedTier
 from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
 
-RAM = 0
 MAX_PARTS = 4096
 """Sets of parts that calls may name; models times ranks, with room to spare."""
 READ_FAILURES = 3
@@ -310,6 +309,14 @@ class Store:
             catalog.namespace[row], catalog.generation[row], catalog.position[row],
         )  # fmt: skip
         return catalog.begin(tier, [unit])[0]
+
+    def trim(self, row: int, nbytes: int) -> None:
+        """Keep the first `nbytes` of a frame in RAM and free the pages behind them."""
+        catalog, host = self.catalog, self.host
+        locator, allocated = catalog.locator[row], -(-nbytes // host.page_bytes) * host.page_bytes
+        if allocated < catalog.allocated[row]:
+            locator = host.truncate(locator, nbytes)
+        catalog.resize(row, nbytes, allocated, locator)
 
     def decode_bps(self, rows: Rows) -> float:
         """Return the raw bytes per second of the slowest profile among rows."""

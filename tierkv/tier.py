@@ -25,6 +25,8 @@ import numpy.typing as npt
 from tierkv.part import Part
 
 ALIGN = 4096
+RAM = 0
+"""The number of host RAM among a store's tiers; those below it follow, fastest first."""
 
 FOUND = np.dtype(
     [

@@ -11,8 +11,8 @@ import numpy as np
 from tierkv import planner, windows
 from tierkv.catalog import NONE
 from tierkv.matches import Match
-from tierkv.store import RAM, Lower, Numbers
-from tierkv.tier import FrameId
+from tierkv.store import Lower, Numbers
+from tierkv.tier import RAM, FrameId
 
 if TYPE_CHECKING:
     from tierkv.stages import Found, Stages

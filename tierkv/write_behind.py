@@ -20,8 +20,8 @@ from tierkv.catalog import NONE, READY, Rows
 from tierkv.limits import count_keys, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.plan import RegionPlan
-from tierkv.store import RAM, Lower, Store
-from tierkv.tier import Item, Outcome, RegionTier, Status
+from tierkv.store import Lower, Store
+from tierkv.tier import RAM, Item, Outcome, RegionTier, Status
 from tierkv.tiers.host import aligned
 
 BATCH_BYTES = 16 << 20

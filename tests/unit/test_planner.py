@@ -25,8 +25,9 @@ def put(
     known: list[bool], free: int, *, parts: int = 1, size: int = SIZE, shelf: Shelf | None = None
 ) -> PutPlan:
     shelf = shelf or Shelf(Lru(2))
+    assert isinstance(shelf.policy, Lru)
     return planner.plan_put(
-        shelf.policy, shelf.catalog, keys_of(known, parts), known, [size] * parts, RAW, free, parts
+        shelf.policy, shelf.catalog, keys_of(known, parts), known, [size] * parts, RAW, free, SIZE
     )
 
 
@@ -39,7 +40,7 @@ def keys_of(known: list[bool], parts: int) -> bytes:
 
 def test_only_what_is_not_known_is_written() -> None:
     plan = put([True, False, True, False], 10 * SIZE)
-    assert (plan.units, plan.known, plan.refused, plan.drops) == ([1, 3], 2, 0, [])
+    assert (plan.units, plan.known, plan.refused, plan.moves) == ([1, 3], 2, 0, [])
     assert put([], 0).units == []
     assert put([True] * 3, 0).known == 3
 
@@ -66,14 +67,14 @@ def test_a_block_of_which_one_part_is_known_is_completed_or_refused() -> None:
 def test_parts_have_their_own_sizes() -> None:
     shelf = Shelf(Lru(2))
     plan = planner.plan_put(
-        shelf.policy,
+        Lru(2),
         shelf.catalog,
         keys_of([False] * 6, 2),
         [False] * 6,
         [SIZE, 3 * SIZE],
         RAW,
         9 * SIZE,
-        2,
+        SIZE,
     )
     assert plan.units == [0, 1, 2, 3]
 
@@ -84,7 +85,7 @@ def test_victims_make_room_for_what_is_missing_only() -> None:
     shelf.touch(rows[-1])
     plan = put([False] * 4, 2 * SIZE, shelf=shelf)
     assert plan.units == [0, 1, 2, 3]
-    assert set(plan.drops) == set(rows[4:])
+    assert {move.row for move in plan.moves} == set(rows[4:])
 
 
 def test_nothing_is_dropped_for_a_put_that_gets_no_room() -> None:
@@ -92,7 +93,7 @@ def test_nothing_is_dropped_for_a_put_that_gets_no_room() -> None:
     rows = shelf.chain(1)
     shelf.touch(rows[-1])
     plan = put([False, False], SIZE // 2, parts=2, shelf=shelf)
-    assert (plan.units, plan.drops, plan.refused) == ([], [], 2)
+    assert (plan.units, plan.moves, plan.refused) == ([], [], 2)
 
 
 class Picky(Lru):
@@ -129,7 +130,8 @@ def test_a_put_never_takes_more_than_there_is(seed: int) -> None:
         known = [rng.random() < 0.3 for _ in range(parts * rng.randint(1, 6))]
         free = rng.randint(0, 6) * SIZE
         plan = put(known, free, parts=parts, shelf=shelf)
-        room = free + sum(shelf.catalog.allocated[row] for row in plan.drops)
+        gone = [move.row for move in plan.moves]
+        room = free + sum(shelf.catalog.allocated[row] for row in gone)
         assert len(plan.units) * SIZE <= room
         assert plan.units == sorted(plan.units)
         wanted = [unit for unit, has in enumerate(known) if not has]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierkv.catalog import READY, Catalog, Rows
+from tierkv.plan import Move, drops
 
 KEEP_FROM = 0.75
 """A reclaimed region's survivors were used more lately than this share of the tier's queue."""
@@ -116,6 +117,11 @@ class Lru:
                 need -= allocated[row]
             at += 1
         return chosen
+
+    def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
+        """Drop the oldest: what is worth keeping lower down was written there behind its put."""
+        del at_once
+        return drops(view, self.victims(view, tier, need))
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return the rows used more lately than KEEP_FROM of the tier's queue."""

@@ -22,10 +22,12 @@ from tierkv.codec import RAW
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
 from tierkv.key import KEY_BYTES
-from tierkv.planner import RAM, plan_put
+from tierkv.plan import Move, drops
+from tierkv.planner import plan_put
 from tierkv.policy import Policy
 from tierkv.simulation.policies import Contender
 from tierkv.simulation.traces import Accesses
+from tierkv.tier import RAM
 
 Ids = npt.NDArray[np.int32]
 
@@ -55,12 +57,26 @@ class Counts(NamedTuple):
         return self.accesses + self.dropped
 
 
+class _GivesUp:
+    """A policy of one tier as the planner asks it: all it can do is to drop."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._victims = policy.victims
+        self.offered = policy.offered
+
+    def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
+        """Drop what the policy gives up."""
+        del at_once
+        return drops(view, self._victims(view, tier, need))
+
+
 class Shelf:
     """One tier of `capacity` blocks of one byte each, and what its policy is told of it."""
 
     def __init__(self, capacity: int, distinct: int, policy: Policy) -> None:
         self.catalog = Catalog(["host"])
         self.policy = policy
+        self._gives_up = _GivesUp(policy)
         self.capacity = self.free = capacity
         self.stored = self.refused = self.dropped = 0
         self.row_of = np.full(distinct, NONE, np.int32)
@@ -71,13 +87,13 @@ class Shelf:
         catalog, row_of, id_of = self.catalog, self.row_of, self._id_of
         keys = [block.to_bytes(KEY_BYTES, "little") for block in blocks]
         known = [False] * len(keys)
-        plan = plan_put(self.policy, catalog, b"".join(keys), known, _SIZES, RAW, self.free, 1)
-        drops, units = plan.drops, plan.units
-        if drops:
-            catalog.leave(drops)
-            catalog.gone(drops)
-            self.policy.forgot(drops)
-            for row in drops:
+        plan = plan_put(self._gives_up, catalog, b"".join(keys), known, _SIZES, RAW, self.free, 1)
+        gone, units = [move.row for move in plan.moves], plan.units
+        if gone:
+            catalog.leave(gone)
+            catalog.gone(gone)
+            self.policy.forgot(gone)
+            for row in gone:
                 row_of[id_of[row]] = NONE
         if units:
             rows = catalog.begin(RAM, [_unit(keys[unit]) for unit in units])
@@ -86,9 +102,9 @@ class Shelf:
             for row, unit in zip(rows, units, strict=True):
                 id_of[row] = block = blocks[unit]
                 row_of[block] = row
-        self.free += len(drops) - len(units)
+        self.free += len(gone) - len(units)
         self.stored += len(units)
-        self.dropped += len(drops)
+        self.dropped += len(gone)
         self.refused += plan.refused
 
     def meet(self, prompt: Ids, *, tail_first: bool, most: int) -> tuple[int, int]:

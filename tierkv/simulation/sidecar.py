@@ -7,7 +7,7 @@ from tierkv.cache import TierKV
 from tierkv.catalog import ABSENT, LEAVING, NONE, READY, WRITING
 from tierkv.namespace import digest_of
 from tierkv.simulation.media import Name
-from tierkv.store import RAM
+from tierkv.tier import RAM
 
 
 class Sidecar(TierKV):
