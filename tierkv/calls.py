@@ -145,7 +145,9 @@ class PutCall(Call, frozen=True, tag="put"):
 
     `keys` is the whole chain from its first block; blocks before `start` are touched, not offered.
     If one of those is gone all are refused: a block behind a gap could not be found.
-    `position` is that of the chain's first token.
+    `position` is that of the chain's first token. `fidelity` is the least class that readers of the
+    blocks ask for. If they are `derived`, computed on KV that has lost something, that KV is of
+    this class, and so they are at most.
     """
 
     namespace: str

@@ -25,8 +25,9 @@ OTHERS = "other reasons"
 
 
 class Offer(NamedTuple):
-    """A profile that a put may use, with what its blocks will promise.
+    """A profile that a put may use, with what its blocks will promise: `fidelity`.
 
+    That is what the gate measured, but never more than the prefix the blocks were computed on.
     `kl` is the loss in nats per token that the gate was told, 0 for an exact profile.
     """
 
@@ -36,10 +37,15 @@ class Offer(NamedTuple):
     kl: float
 
 
-def exact_offers(fidelity: Fidelity) -> dict[int, Offer]:
+def prefix_class(call: PutCall) -> Fidelity:
+    """Return what a put's blocks promise before any codec: exact, unless they are derived."""
+    return FIDELITIES[call.fidelity] if call.derived else Fidelity.EXACT
+
+
+def exact_offers(call: PutCall) -> dict[int, Offer]:
     """Return by number the profiles that a block may always take, when no other takes it."""
     return {
-        profile.number: Offer(profile, NO_ARTIFACT, fidelity, 0.0)
+        profile.number: Offer(profile, NO_ARTIFACT, prefix_class(call), 0.0)
         for profile in PROFILES.values()
         if not profile.lossy
     }
@@ -95,12 +101,12 @@ class Offers:
         return [offer for offer in found if offer is not None]
 
     def _offer(self, call: PutCall, profile: Profile, artifact: bytes) -> Offer | None:
-        asked = FIDELITIES[call.fidelity]
+        asked, prefix = FIDELITIES[call.fidelity], prefix_class(call)
         if not profile.lossy:
-            return Offer(profile, artifact, asked, 0.0)
+            return Offer(profile, artifact, prefix, 0.0)
         fidelity, kl, why = self._verdict(call, profile, artifact)
         if fidelity is not None and fidelity >= asked:
-            return Offer(profile, artifact, asked, kl)
+            return Offer(profile, artifact, min(fidelity, prefix), kl)
         if fidelity is not None:
             name, least = (one.label.replace("_", " ") for one in (fidelity, asked))
             why = f"it is {name}, its readers ask for {least}: {why}"

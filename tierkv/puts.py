@@ -111,7 +111,7 @@ class Puts:
         self.open[number] = _Reservation(
             owner, rows, before, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
             store.namespaces.digest(namespace), call.tokens_per_block, profile,
-            exact_offers(FIDELITIES[call.fidelity]) | offers, seal,
+            exact_offers(call) | offers, seal,
         )  # fmt: skip
         counts, runs = store.runs_of(rows)
         return PutReply(
@@ -289,6 +289,7 @@ class Puts:
             if held.header_bytes + unit.length != catalog.nbytes[row]:
                 self._store.trim(row, held.header_bytes + unit.length)
             catalog.profile[row] = unit.profile
+            catalog.fidelity[row] = held.offers[unit.profile].fidelity
             header = stamps[unit.profile].pack(
                 catalog.key(row), parts[catalog.part[row]], catalog.position[row],
                 held.raw[index], unit.segments, checksums[index * 16 * most :][: 16 * most],
@@ -303,7 +304,7 @@ class Puts:
         return frame.Header(
             codec_id=offer.profile.codec_id,
             flags=catalog.flags[row] | lossy,
-            fidelity=FIDELITIES[catalog.fidelity[row]],
+            fidelity=offer.fidelity,
             tokens=held.tokens,
             position=catalog.position[row],
             generation=catalog.generation[row],

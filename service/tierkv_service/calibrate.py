@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from tierkv_codecs.kvtc_calibrate import calibrate
 from tierkv_codecs.lab.texts import Document, calibration_texts, digest
 from tierkv_connectors.calibration import CalibrationSubject, capture, part_of, sequences_of
 
+LINE_S = 5.0
+"""Seconds between two lines of progress of one stage, where no terminal shows a bar."""
 LEAST_RATIO, MOST_RATIO = 2.0, 128.0
 
 
@@ -98,7 +101,10 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Show progress on standard error: a bar for each stage."""
+    """Show progress on standard error: a bar for each stage, or lines where nobody looks."""
+    if not sys.stderr.isatty():
+        yield in_lines(lambda line: Console(stderr=True).print(line, highlight=False))
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as shown:
         tasks = {
@@ -111,6 +117,20 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
             shown.update(tasks[name], completed=share)
 
         yield on_step
+
+
+def in_lines(write: Callable[[str], None]) -> Callable[[str, float], None]:
+    """Return what tells of progress in lines: each stage's start and end, and every few seconds."""
+    told: dict[str, float] = {}
+
+    def on_step(name: str, share: float) -> None:
+        now = time.monotonic()
+        if name in told and share < 1 and now - told[name] < LINE_S:
+            return
+        told[name] = now
+        write(f"{name} {share:4.0%}")
+
+    return on_step
 
 
 def _show(artifact: Artifact, path: Path, size: int, seconds: float, console: Console) -> None:

@@ -22,10 +22,10 @@ from tierkv.gate import Gate
 from tierkv.identity import Identity
 from tierkv_codecs import CODECS, Codec, CodecRegistry, kvtc_artifact
 from tierkv_codecs.kvtc import codecs_of
-from tierkv_codecs.lab import report, results
+from tierkv_codecs.lab import fallbacks, report, results
 from tierkv_codecs.lab.evaluate import SUITES, Results, Step, Suite, evaluate
 from tierkv_codecs.lab.report import GATE, Report
-from tierkv_codecs.lab.results import Row, Verdicts
+from tierkv_codecs.lab.results import Pair, Row, Verdicts
 from tierkv_codecs.lab.texts import Document, digest, evaluation_texts
 from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
@@ -71,7 +71,9 @@ def run(order: Order, *, as_json: bool) -> int:
     suite = SUITES[order.suite]._replace(context=order.context)
     started = time.monotonic()
     with _progress() as on_step:
-        found = evaluate(subject, codecs, registry, documents, suite, on_step)
+        others = fallbacks.candidates(CODECS.all(), codecs, old)
+        found = evaluate(subject, codecs, registry, documents, suite, on_step, others)
+        found = fallbacks.settle(found, subject.identity, old)
     about |= _about(suite, subject, documents, time.monotonic() - started)
     full = _report(found, subject, about, old)
     report.write(order.out, full, old)
@@ -170,9 +172,12 @@ def _report(
 def _show(full: Report, out: Path, console: Console) -> None:
     console.print(_rows(full.rows))
     console.print(_classes(full.verdicts))
+    found = results.matches(full.pairs)
+    if found:
+        console.print(_pairs(found))
     for one in full.fallbacks:
-        lost = f"{one.share:.1%} of its blocks went losslessly: {one.reason}"
-        console.print(f"{one.profile}, {one.domain}: {lost}")
+        share = f"{one.share:.1%} of its blocks went to {one.fallback}: {one.reason}"
+        console.print(f"{one.profile}, {one.domain}: {share}")
     console.print(f"files: {out}; the sidecar's settings take {out / GATE} as [store] gate")
 
 
@@ -201,6 +206,19 @@ def _rows(rows: Sequence[Row]) -> Table:
             f"{row.decode_gbps:.2f}",
         )
         before = row.profile
+    return table
+
+
+def _pairs(pairs: Sequence[Pair]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("profile", "against", "domain"):
+        table.add_column(head, no_wrap=True)
+    for head in ("ratio", "KL of its KL", "95% interval, paired"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for pair in pairs:
+        interval = f"{pair.kl_ratio_lo:.2f}-{pair.kl_ratio_hi:.2f}"
+        cells = (f"{pair.ratio_payload:.2f}", f"{pair.kl_ratio:.2f}", interval)
+        table.add_row(pair.profile, pair.reference, pair.domain, *cells)
     return table
 
 

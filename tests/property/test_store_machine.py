@@ -28,6 +28,7 @@ from tests.stores import BLOCK, ONE, PAGE, TWO, Rig, chain, fill, packed, patter
 from tierkv import calls
 from tierkv.catalog import MANY
 from tierkv.client import Transfer
+from tierkv.fidelity import Fidelity
 from tierkv.key import KEY_BYTES
 from tierkv.part import PACKED_BYTES, Part
 from tierkv.tier import DurableTier, Item, Outcome, Status
@@ -88,7 +89,10 @@ class StoreMachine(RuleBasedStateMachine):
         raw: int, start: int,
     ) -> None:  # fmt: skip
         keys = chain(session, blocks)
-        fields: dict[str, Any] = {"parts": parts, "fidelity": fidelity, "raw": raw}
+        derived = fidelity < Fidelity.EXACT  # what is not derived is exact
+        fields: dict[str, Any] = {
+            "parts": parts, "fidelity": fidelity, "raw": raw, "derived": derived,
+        }  # fmt: skip
         held = self.rig.offer(
             keys, owner=owner, namespace=space, start=min(start, blocks), **fields
         )

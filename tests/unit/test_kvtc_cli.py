@@ -14,8 +14,10 @@ from tierkv_codecs.lab.evaluate import SUITES, Suite
 from tierkv_connectors import calibration
 from tierkv_connectors.calibration import CalibrationSubject, capture, part_of, sequences_of
 from tierkv_service import cli
+from tierkv_service.calibrate import in_lines
 
 RATIOS = (8.0, 4.0)
+STAGES = ["reading", "basis", "errors", "plan"]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,8 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
         call = ["calibrate", "--model", str(model), "--out", str(out), "--tokens", "4000"]
         done = CliRunner().invoke(cli.app, [*call, "--ratios", "4,8"])
     assert done.exit_code == 0, done.output
+    lines = done.stderr.splitlines()
+    assert [stage for stage in STAGES if f"{stage} 100%" in lines] == STAGES, "off a terminal, too"
     return out, done.output
 
 
@@ -60,6 +64,26 @@ def test_its_profiles_are_evaluated(
     rows = [row for row in json.loads(done.stdout) if row["domain"] == "prose"]
     assert [row["profile"] for row in rows] == ["kvtc@8x", "kvtc@4x"]
     assert rows[0]["ratio_payload"] > rows[1]["ratio_payload"] > 3
+
+
+def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = Ticks(), list[str]()
+    monkeypatch.setattr("tierkv_service.calibrate.time", clock)
+    on_step = in_lines(told.append)
+    for step in range(101):
+        clock.now = step / 10
+        on_step("reading", step / 100)
+    on_step("basis", 0.5)
+    assert told == ["reading   0%", "reading  50%", "reading 100%", "basis  50%"]
+
+
+class Ticks:
+    """A clock that stands in for the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def test_another_models_artifact_is_refused(made: tuple[Path, str], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ PROFILES = "raw,lossless,int4-token-g64,nvfp4"
 FIELDS = [
     "profile", "domain", "ratio_payload", "ratio_total", "kl_mean", "kl_lo", "kl_hi", "kl_p99",
     "top1", "dnll", "needle_ok", "needle_n", "encode_gbps", "decode_gbps", "fidelity_class",
+    "fallback", "fallback_share",
 ]  # fmt: skip
 DOMAINS = ["prose", "code", "spanish", "mine", "needle"]
 
@@ -91,8 +92,8 @@ def test_rows_say_what_was_done(evaluated: tuple[Path, list[Any]]) -> None:
 def test_every_file_is_there(evaluated: tuple[Path, list[Any]]) -> None:
     folder, rows = evaluated
     assert {path.name for path in folder.iterdir()} == {
-        "rows.json", "rows.parquet", "sequences.parquet", "layers.parquet", "pairs.parquet",
-        "report.html", "gate.json", *(f"kl-{domain}.png" for domain in DOMAINS),
+        "rows.json", "pairs.json", "rows.parquet", "sequences.parquet", "layers.parquet",
+        "pairs.parquet", "report.html", "gate.json", *(f"kl-{domain}.png" for domain in DOMAINS),
     }  # fmt: skip
     assert parquet.read_table(folder / "rows.parquet").to_pylist() == rows
     sequences = parquet.read_table(folder / "sequences.parquet").to_pylist()

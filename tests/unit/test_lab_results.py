@@ -53,7 +53,7 @@ def measured() -> Results:
         tally("nvfp4", "prose", 0.002, artifact=ARTIFACT),
         tally("nvfp4", "code", 0.2, artifact=ARTIFACT),
     ]
-    tallies[3].weight.fallbacks["not finite"] = 2
+    tallies[3].weight.fallbacks["not finite", "lossless"] = 2
     found = {(one.profile, one.domain): one for one in tallies}
     return Results(Suite("own", 4, 256, 10), ("raw", "int4", "nvfp4"), ("prose", "code"), found)
 
@@ -95,6 +95,8 @@ def test_rows_by_hand() -> None:
     assert [row.kl_mean, row.kl_lo, row.kl_hi, row.kl_p99] == [pytest.approx(0.004)] * 4
     assert row.dnll == pytest.approx(0.002)
     assert row.top1 == 1.0
+    assert (row.fallback, row.fallback_share) == ("lossless", 0.25)
+    assert (full(Gate()).rows[2].fallback, full(Gate()).rows[2].fallback_share) == ("", 0.0)
 
 
 def test_pairs_layers_and_fallbacks() -> None:
@@ -106,6 +108,16 @@ def test_pairs_layers_and_fallbacks() -> None:
     assert [one.key_error for one in layers] == [pytest.approx(0.2), 0.0]
     (fallback,) = found.fallbacks
     assert (fallback.profile, fallback.domain, fallback.share) == ("int4", "code", 0.25)
+    assert fallback.fallback == "lossless"
+
+
+def test_a_calibrated_profile_stands_beside_what_it_must_not_lose_more_than() -> None:
+    names = {"kvtc@8x": 0.001, "kvtc@16x": 0.002, "int4": 0.002, "nvfp4": 0.004}
+    found = {(name, "prose"): tally(name, "prose", kl) for name, kl in names.items()}
+    measured = Results(Suite("own", 4, 256, 10), tuple(names), ("prose",), found)
+    (pair,) = results.matches(results.pairs(measured))
+    assert (pair.profile, pair.reference, pair.ratio_payload) == ("kvtc@8x", "int4", 3.2)
+    assert [pair.kl_ratio, pair.kl_ratio_hi] == [pytest.approx(0.5)] * 2
 
 
 def test_the_gate_has_what_can_be_stored_and_keeps_what_it_had(tmp_path: Path) -> None:
@@ -132,6 +144,8 @@ def test_files_tell_the_same(tmp_path: Path) -> None:
     report.write(tmp_path, told, Gate())
     rows = json.loads((tmp_path / "rows.json").read_bytes())
     assert rows == parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    pairs = json.loads((tmp_path / "pairs.json").read_bytes())
+    assert pairs == parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
     table = parquet.read_table(tmp_path / "fallbacks.parquet")
     assert table.to_pylist()[0]["reason"] == "not finite"
     assert table.schema.metadata[b"tierkv.model"] == b"m <b>"

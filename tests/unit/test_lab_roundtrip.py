@@ -127,11 +127,29 @@ def test_a_block_that_cannot_be_coded_is_lossless_and_counted() -> None:
     picky = Picky(id=65003, name="picky")
     registry = CodecRegistry([picky, Lossless()])
     restored = cutter.through(kv, picky, registry, weight)
-    assert dict(weight.fallbacks) == {"I do not like it": 2}
+    assert dict(weight.fallbacks) == {("I do not like it", "lossless"): 2}
     assert weight.blocks == 6
     spans = (slice(BLOCK), slice(BLOCK, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK))
     same = [torch.equal(kv[0].keys[:, :, span], restored[0].keys[:, :, span]) for span in spans]
     assert same == [False, True, False]
+
+
+def test_a_block_that_cannot_be_coded_goes_to_the_fallback() -> None:
+    cutter = Cutter(identity(), CONTEXT)
+    kv = cutter.rounded(random_kv())
+    weight, alone = Weight(), Weight()
+    picky = Picky(id=65003, name="picky")
+    registry = registry_with(CODECS, (picky, Nvfp4()))
+    restored = cutter.through(kv, picky, registry, weight, Nvfp4())
+    assert dict(weight.fallbacks) == {("I do not like it", "nvfp4"): 2}
+    other = cutter.through(kv, Nvfp4(), registry, alone)
+    for span, same in ((slice(BLOCK), False), (slice(BLOCK, 2 * BLOCK), True)):
+        assert torch.equal(restored[0].keys[:, :, span], other[0].keys[:, :, span]) == same
+    weight.add(weight)
+    assert (weight.blocks, weight.fallbacks.total()) == (12, 4)
+    neither = Weight()
+    cutter.through(kv, picky, registry, neither, picky)
+    assert dict(neither.fallbacks) == {("I do not like it", "lossless"): 2}
 
 
 def test_what_blocks_cannot_hold_is_refused() -> None:

@@ -199,8 +199,39 @@ def test_exact_frames_below_need_no_gate(open_rig: Any) -> None:
 def test_the_loss_is_a_number(open_rig: Any) -> None:
     rig = open_rig(gate_of())
     exact, lossy = Offers(gate_of()).allowed(rig.put_call(chain(1, 2), **offered()))
-    assert (exact.kl, exact.fidelity) == (0.0, SAFE)
+    assert (exact.kl, exact.fidelity) == (0.0, EXACT)
     assert (lossy.kl, lossy.fidelity) == (0.005, SAFE)
+
+
+def stamped(rig: Rig, keys: list[bytes], **fields: Any) -> list[tuple[int, Fidelity, int]]:
+    """Put a chain for readers of the class economy; return codec, class and flags as read again."""
+    assert rig.put(keys, **offered(fidelity=int(ECONOMY), **fields)) == len(keys)
+    call = rig.match_call(keys, fidelity=int(ECONOMY))
+    transfer = rig.transfer(rig.match(keys, fidelity=int(ECONOMY)), call)
+    assert transfer is not None
+    with transfer:
+        return [(one.codec_id, one.fidelity, one.flags) for one in transfer.headers()]
+
+
+def test_a_block_promises_what_was_measured_and_not_what_was_asked_for(open_rig: Any) -> None:
+    near = gate_of(measured("lossy", kl=0.0005))
+    one = open_rig(near)
+    promised = (LOSSY.codec_id, Fidelity.NEAR_LOSSLESS, frame.LOSSY)
+    assert stamped(one, chain(1, 2)) == [promised] * 2
+    assert len(one.read(chain(1, 2), fidelity=int(Fidelity.NEAR_LOSSLESS))) == 2
+    assert one.read(chain(1, 2)) == []
+    assert stamped(one, chain(2, 2), profiles=("raw",)) == [(1, EXACT, 0)] * 2
+    assert len(one.read(chain(2, 2))) == 2, "nothing of it was lost"
+
+
+def test_what_stands_on_a_lossy_prefix_promises_no_more_than_that(open_rig: Any) -> None:
+    one = open_rig(gate_of(measured("lossy", kl=0.0005)))
+    derived = {"derived": True}
+    of_lossy = (LOSSY.codec_id, ECONOMY, frame.LOSSY | frame.DERIVED)
+    assert stamped(one, chain(1, 2), **derived) == [of_lossy] * 2
+    of_raw = (1, ECONOMY, frame.DERIVED)
+    assert stamped(one, chain(2, 2), profiles=("raw",), **derived) == [of_raw] * 2
+    assert one.read(chain(2, 2), fidelity=int(SAFE)) == []
 
 
 def test_reasons_are_bounded(open_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tierkv.codec import LOSSLESS
 from tierkv.errors import invalid
 from tierkv_codecs.codec import Codec, CodecError, CodecRegistry
 from tierkv_codecs.lab import measures
@@ -41,12 +42,13 @@ SUITES = {suite.name: suite for suite in (Suite("quick", 8), Suite("full", 32))}
 
 @dataclass
 class Tally:
-    """What one profile did in one domain."""
+    """What one profile did in one domain; `fallback` took the blocks that it could not."""
 
     profile: str
     domain: str
     lossy: bool
     artifact: bytes
+    fallback: str = LOSSLESS.name
     documents: list[str] = field(default_factory=list)
     """Of each sequence."""
     predictions: list[Predictions] = field(default_factory=list)
@@ -56,6 +58,18 @@ class Tally:
     weight: Weight = field(default_factory=Weight)
     errors: Mapping[str, list[list[float]]] = field(default_factory=dict)
     """By kind: for each layer the squared norms of the difference and of the exact tensor."""
+
+    def add(self, other: "Tally") -> None:
+        """Add what it did with other sequences of the domain."""
+        self.documents += other.documents
+        self.predictions += other.predictions
+        self.needle_ok += other.needle_ok
+        self.needle_n += other.needle_n
+        self.weight.add(other.weight)
+        self.errors = {
+            kind: (np.array(of) + np.array(self.errors[kind])).tolist() if self.errors else of
+            for kind, of in other.errors.items()
+        }
 
     def relative(self, kind: str) -> list[float]:
         """Return a kind's relative error of each layer."""
@@ -69,6 +83,9 @@ class Results(NamedTuple):
     profiles: tuple[str, ...]
     domains: tuple[str, ...]
     tallies: Mapping[tuple[str, str], Tally]
+    """With lossless as fallback, until `fallbacks.settle` chose others."""
+    others: Mapping[tuple[str, str, str], Tally] = {}
+    """By (profile, domain, fallback): the same with each other fallback that was tried."""
 
 
 class Step(NamedTuple):
@@ -117,6 +134,7 @@ def evaluate(
     documents: Sequence[Document],
     suite: Suite,
     on_step: Callable[[Step], None] = lambda _step: None,
+    fallbacks: Sequence[Codec] = (),
 ) -> Results:
     """Measure codecs on a model.
 
@@ -127,6 +145,7 @@ def evaluate(
         documents: to read; never those that an artifact was calibrated on.
         suite: how much.
         on_step: told before each step.
+        fallbacks: each is tried for the blocks that a codec cannot take, beside lossless.
 
     Raises:
         TierKVError (invalid): documents that are too short, a context that blocks do not divide.
@@ -134,11 +153,7 @@ def evaluate(
     """
     passages = passages_of(subject, documents, suite)
     cutter = Cutter(subject.identity, suite.context)
-    tallies = {
-        (codec.name, domain): Tally(codec.name, domain, codec.lossy, codec.artifact)
-        for domain in passages
-        for codec in codecs
-    }
+    table = _Table(subject, cutter, registry, tuple(passages), codecs, fallbacks)
     batches = [
         (domain, mine[at : at + BATCH])
         for domain, mine in passages.items()
@@ -154,12 +169,63 @@ def evaluate(
             on_step(Step(f"{domain}: {codec.name}", done / (len(batches) * costs)))
             if number == 0:  # kernels compile at their first call
                 _warm(cutter, reference, codec, registry)
-            tally = tallies[codec.name, domain]
-            restored = cutter.through(reference.kv, codec, registry, tally.weight)
-            _score(subject, cutter, reference, restored, tally)
+            table.measure(domain, reference, codec)
             done += 1
     names = tuple(codec.name for codec in codecs)
-    return Results(suite, names, tuple(passages), tallies)
+    return Results(suite, names, tuple(passages), table.tallies, table.others)
+
+
+class _Table:
+    """The tallies of an evaluation while it runs."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        cutter: Cutter,
+        registry: CodecRegistry,
+        domains: Sequence[str],
+        codecs: Sequence[Codec],
+        fallbacks: Sequence[Codec],
+    ) -> None:
+        self._subject = subject
+        self._cutter = cutter
+        self._registry = registry
+        self._fallbacks = fallbacks
+        self.tallies = {
+            (codec.name, domain): _empty(codec, domain) for codec in codecs for domain in domains
+        }
+        self.others = {
+            (codec.name, domain, other.name): _empty(codec, domain, other)
+            for codec in codecs
+            for domain in domains
+            for other in self._others(codec)
+        }
+
+    def measure(self, domain: str, reference: _Reference, codec: Codec) -> None:
+        """Send a batch through a codec, once more with each fallback where one was needed."""
+        first = self._measured(domain, reference, codec, None)
+        self.tallies[codec.name, domain].add(first)
+        for other in self._others(codec):
+            found = first
+            if first.weight.fallbacks:
+                found = self._measured(domain, reference, codec, other)
+            self.others[codec.name, domain, other.name].add(found)
+
+    def _others(self, codec: Codec) -> list[Codec]:
+        return [one for one in self._fallbacks if codec.lossy and one.name != codec.name]
+
+    def _measured(
+        self, domain: str, reference: _Reference, codec: Codec, fallback: Codec | None
+    ) -> Tally:
+        tally, cutter = _empty(codec, domain, fallback), self._cutter
+        restored = cutter.through(reference.kv, codec, self._registry, tally.weight, fallback)
+        _score(self._subject, cutter, reference, restored, tally)
+        return tally
+
+
+def _empty(codec: Codec, domain: str, fallback: Codec | None = None) -> Tally:
+    other = LOSSLESS.name if fallback is None else fallback.name
+    return Tally(codec.name, domain, codec.lossy, codec.artifact, other)
 
 
 def _reference(subject: Subject, cutter: Cutter, batch: Sequence[Passage]) -> _Reference:
@@ -200,9 +266,7 @@ def _score(
 
 
 def _add_errors(cutter: Cutter, reference: _Reference, restored: Kv, tally: Tally) -> None:
-    layers = len(reference.kv)
-    if not tally.errors:
-        tally.errors = {kind: [[0.0, 0.0] for _ in range(layers)] for kind in KINDS}
+    tally.errors = {kind: [[0.0, 0.0] for _ in reference.kv] for kind in KINDS}
     coded = cutter.coded()
     outputs = reference.attention.outputs(restored) if tally.lossy else reference.outputs
     for number, (exact, found, output) in enumerate(
@@ -214,12 +278,4 @@ def _add_errors(cutter: Cutter, reference: _Reference, restored: Kv, tally: Tall
             ATTENTION: (reference.outputs[number], output),
         }
         for kind, (one, other) in pairs.items():
-            sums = tally.errors[kind][number]
-            lost, norm = measures.relative_error(one, other)
-            sums[0] += lost
-            sums[1] += norm
-
-
-def kl_of(tally: Tally) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Return the KL of every token, sequence by sequence."""
-    return [one.kl for one in tally.predictions]
+            tally.errors[kind][number] = list(measures.relative_error(one, other))

@@ -80,12 +80,12 @@ def _row(row: Row) -> tuple[str, ...]:
 
 def _fallbacks(fallbacks: Sequence[Fallback]) -> Iterable[str]:
     if fallbacks:
-        yield "<h2>Blocks stored losslessly instead</h2>"
+        yield "<h2>Blocks that another profile took</h2>"
         yield _table(
-            ("profile", "domain", "blocks", "share", "reason"),
+            ("profile", "domain", "taken by", "blocks", "share", "reason"),
             (
-                (escape(one.profile), escape(one.domain), str(one.blocks), f"{one.share:.1%}",
-                 escape(one.reason))
+                (escape(one.profile), escape(one.domain), escape(one.fallback), str(one.blocks),
+                 f"{one.share:.1%}", escape(one.reason))
                 for one in fallbacks
             ),
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """Report: what an evaluation leaves in its folder.
 
 rows.json            a row for each profile and domain, as `tierkv eval --json` prints them
-rows.parquet         the same; beside it sequences, layers, pairs, and fallbacks if any
+pairs.json           KL of each profile over that of each other, paired
+rows.parquet         the same as rows.json; beside it sequences, layers, pairs, and fallbacks if any
 kl-DOMAIN.png        ratio against KL
 report.html          all of it on one page that needs nothing else
 gate.json            what the sidecar's `[store] gate` names; entries of earlier evaluations stay
@@ -57,7 +58,9 @@ def folder(out: Path) -> Gate:
 
 def write(out: Path, report: Report, old: Gate) -> None:
     """Write all files; the gate keeps what was measured before and not again."""
-    (out / "rows.json").write_bytes(msgspec.json.format(msgspec.json.encode(report.rows)) + b"\n")
+    for name, rows in {"rows": report.rows, "pairs": report.pairs}.items():
+        text = msgspec.json.format(msgspec.json.encode(rows)) + b"\n"
+        (out / f"{name}.json").write_bytes(text)
     for name, found in {
         "rows": report.rows,
         "sequences": report.sequences,
@@ -70,10 +73,10 @@ def write(out: Path, report: Report, old: Gate) -> None:
     images = plots.draw(report.rows)
     for name, image in images.items():
         (out / name).write_bytes(image)
-    text = page.render(
+    html = page.render(
         report.about, report.rows, report.verdicts, report.pairs, report.fallbacks, images
     )
-    (out / "report.html").write_text(text, encoding="utf-8")
+    (out / "report.html").write_text(html, encoding="utf-8")
     (out / GATE).write_bytes(gate.dump(gate.merge(old, report.entries)))
 
 

@@ -1,6 +1,6 @@
 """Results: from what was measured to rows, pairs, layers and the gate's entries."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import msgspec
@@ -9,8 +9,8 @@ from tierkv.fidelity import Fidelity
 from tierkv.gate import Domain, Entry, Gate, Thresholds
 from tierkv.identity import Identity
 from tierkv_codecs.lab import measures
-from tierkv_codecs.lab.evaluate import ATTENTION, KEYS, VALUES, Results, Tally
-from tierkv_codecs.lab.yardsticks import YARDSTICKS
+from tierkv_codecs.lab.evaluate import ATTENTION, KEYS, VALUES, Results, Suite, Tally
+from tierkv_codecs.lab.yardsticks import REFERENCES, YARDSTICKS
 
 REJECTED = "rejected"
 GIGA = 1e9
@@ -21,7 +21,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     `ratio_payload` counts the coded tokens and everything of their frames, `ratio_total` all tokens
     and frames, both against 16-bit values. `fidelity_class` is the profile's, so the same in every
-    domain: the worst one decides.
+    domain: the worst one decides. `fallback_share` of the coded blocks went to `fallback`.
     """
 
     profile: str
@@ -39,6 +39,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     encode_gbps: float
     decode_gbps: float
     fidelity_class: str
+    fallback: str
+    fallback_share: float
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     reference: str
     domain: str
+    ratio_payload: float
+    """Of the profile."""
     kl_ratio: float
     kl_ratio_lo: float
     kl_ratio_hi: float
@@ -81,13 +85,14 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fallback(msgspec.Struct, frozen=True, kw_only=True):
-    """Coded blocks that a profile could not take, which went losslessly, as in a store.
+    """Coded blocks that a profile could not take, and what took them, as in a store.
 
     `share` is of all coded blocks of the profile and domain.
     """
 
     profile: str
     domain: str
+    fallback: str
     reason: str
     blocks: int
     share: float
@@ -124,26 +129,31 @@ def domain_of(tally: Tally) -> Domain:
 
 def entries(results: Results, identity: Identity) -> list[Entry]:
     """Return an entry for each lossy profile measured, yardsticks too."""
-    found = []
-    for profile in results.profiles:
-        tallies = [results.tallies[profile, domain] for domain in results.domains]
-        if not tallies[0].lossy:
-            continue
-        artifact = tallies[0].artifact
-        raw = sum(one.weight.coded_raw for one in tallies)
-        found.append(
-            Entry(
-                model=identity.model,
-                family=identity.family.hex(),
-                kv_dtype=identity.kv_dtype,
-                profile=profile,
-                artifact=artifact.hex() if any(artifact) else "",
-                context=results.suite.context,
-                ratio=raw / sum(one.weight.coded for one in tallies),
-                domains=tuple(map(domain_of, tallies)),
-            )
-        )
-    return found
+    of_profile = {
+        profile: [results.tallies[profile, domain] for domain in results.domains]
+        for profile in results.profiles
+    }
+    return [
+        entry_of(tallies, results.suite, identity)
+        for tallies in of_profile.values()
+        if tallies[0].lossy
+    ]
+
+
+def entry_of(tallies: Sequence[Tally], suite: Suite, identity: Identity) -> Entry:
+    """Return the entry of a profile from its tally of each domain."""
+    artifact = tallies[0].artifact
+    return Entry(
+        model=identity.model,
+        family=identity.family.hex(),
+        kv_dtype=identity.kv_dtype,
+        profile=tallies[0].profile,
+        artifact=artifact.hex() if any(artifact) else "",
+        context=suite.context,
+        ratio=sum(one.weight.coded_raw for one in tallies)
+        / sum(one.weight.coded for one in tallies),
+        domains=tuple(map(domain_of, tallies)),
+    )
 
 
 def storable(found: list[Entry]) -> list[Entry]:
@@ -188,6 +198,8 @@ def rows(results: Results, given: dict[str, Verdicts]) -> list[Row]:
                 encode_gbps=weight.encode_bytes / weight.encode_s / GIGA,
                 decode_gbps=weight.encode_bytes / weight.decode_s / GIGA,
                 fidelity_class=given[profile].fidelity_class,
+                fallback=tally.fallback if weight.fallbacks else "",
+                fallback_share=sum(weight.fallbacks.values()) / weight.blocks,
             )
         )
     return found
@@ -197,24 +209,34 @@ def pairs(results: Results) -> list[Pair]:
     """Return the KL of every lossy profile over every other's, in each domain."""
     found = []
     for domain in results.domains:
-        kl = {
-            profile: [one.kl for one in results.tallies[profile, domain].predictions]
+        tallies = {
+            profile: results.tallies[profile, domain]
             for profile in results.profiles
             if results.tallies[profile, domain].lossy
         }
-        for one, other in permutations(kl, 2):
-            value, lo, hi = measures.ratio(kl[one], kl[other])
-            found.append(
-                Pair(
-                    profile=one,
-                    reference=other,
-                    domain=domain,
-                    kl_ratio=value,
-                    kl_ratio_lo=lo,
-                    kl_ratio_hi=hi,
-                )
+        found += [
+            Pair(
+                profile=one,
+                reference=other,
+                domain=domain,
+                ratio_payload=tallies[one].weight.ratio_payload,
+                kl_ratio=ratio.value,
+                kl_ratio_lo=ratio.lo,
+                kl_ratio_hi=ratio.hi,
             )
+            for one, other in permutations(tallies, 2)
+            for ratio in [measures.ratio(_kl(tallies[one]), _kl(tallies[other]))]
+        ]
     return found
+
+
+def matches(found: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs of a calibrated profile and the format whose loss it must not exceed."""
+    return [pair for pair in found if REFERENCES.get(pair.profile) == pair.reference]
+
+
+def _kl(tally: Tally) -> list[measures.Doubles]:
+    return [one.kl for one in tally.predictions]
 
 
 def sequences(results: Results) -> list[SequenceRow]:
@@ -244,12 +266,13 @@ def fallbacks(results: Results) -> list[Fallback]:
         Fallback(
             profile=profile,
             domain=domain,
+            fallback=fallback,
             reason=reason,
             blocks=blocks,
             share=blocks / tally.weight.blocks,
         )
         for (profile, domain), tally in sorted_tallies(results)
-        for reason, blocks in tally.weight.fallbacks.items()
+        for (reason, fallback), blocks in tally.weight.fallbacks.items()
     ]
 
 

@@ -2,13 +2,13 @@
 
 Blocks are cut as the store cuts them, encoded, put into sealed frames, and read back from the
 frames' bytes alone. What a policy leaves exact stays exact here too: every block that reaches into
-the prefix's last 128 tokens is stored losslessly. A block that a codec cannot take is stored
-losslessly as well, and counted.
+the prefix's last 128 tokens is stored losslessly. A block that a codec cannot take goes to another
+one, or losslessly, and is counted.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,8 +45,13 @@ class Weight:
     encode_s: float = 0.0
     decode_s: float = 0.0
     blocks: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Coded blocks that were stored losslessly, by reason."""
+    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Coded blocks that another codec took, by reason and that codec's name."""
+
+    def add(self, other: "Weight") -> None:
+        """Add what other prefixes weigh."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def ratio_payload(self) -> float:
@@ -93,7 +98,14 @@ class Cutter:
         size = self._identity.tokens_per_block
         return slice(SINKS, (self._context - TAIL) // size * size)
 
-    def through(self, kv: Kv, codec: Codec, registry: CodecRegistry, weight: Weight) -> Kv:
+    def through(
+        self,
+        kv: Kv,
+        codec: Codec,
+        registry: CodecRegistry,
+        weight: Weight,
+        fallback: Codec | None = None,
+    ) -> Kv:
         """Return KV restored from frames, float32, and add to `weight`.
 
         Args:
@@ -101,11 +113,14 @@ class Cutter:
             codec: to encode with.
             registry: to find the decoder in, by what the frames say.
             weight: of the domain.
+            fallback: takes the blocks that `codec` cannot; lossless takes what it cannot either.
         """
+        lossless = Lossless()
+        coders = (codec, lossless) if fallback is None else (codec, fallback, lossless)
         restored = [LayerKv(torch.empty_like(k), torch.empty_like(v)) for k, v in kv]
         for sequence in range(kv[0].keys.shape[0]):
             for part, layers in zip(self.parts, self._identity.groups, strict=True):
-                trip = _Trip(self._identity, part, codec, registry, weight)
+                trip = _Trip(self._identity, part, coders, registry, weight)
                 for start in range(0, self._context, self._identity.tokens_per_block):
                     block = self._gather(kv, sequence, layers, start)
                     tail = start + block.shape[2] > self._context - TAIL
@@ -138,12 +153,17 @@ class _Trip:
     """One part's blocks of one sequence on their way through frames."""
 
     def __init__(
-        self, identity: Identity, part: Part, codec: Codec, registry: CodecRegistry, weight: Weight
+        self,
+        identity: Identity,
+        part: Part,
+        coders: Sequence[Codec],
+        registry: CodecRegistry,
+        weight: Weight,
     ) -> None:
         self._identity = identity
         self._layers = tuple(identity.layers[number] for number in identity.groups[part.group])
         self._part = part
-        self._codec = codec
+        self._coders = coders
         self._registry = registry
         self._weight = weight
         self._raw = part.raw_bytes(identity)
@@ -153,14 +173,8 @@ class _Trip:
         """Return the block as a reader would have it."""
         place = Place(self._layers, self._part, position)
         weight = self._weight
-        codec: Codec = Lossless() if exact else self._codec
         started = time.perf_counter()
-        try:
-            payload, segments = _encoded(codec, block, place)
-        except Unsuited as unsuited:
-            weight.fallbacks[unsuited.reason] += 1
-            codec = Lossless()
-            payload, segments = _encoded(codec, block, place)
+        codec, payload, segments = self._encoded(block, place, exact=exact)
         encoded = time.perf_counter() - started
         data = self._frame(codec, payload, segments, position)
         header, body = _opened(data)
@@ -181,6 +195,24 @@ class _Trip:
             weight.encode_s += encoded
             weight.decode_s += decoded
         return out
+
+    def _encoded(
+        self, block: torch.Tensor, place: Place, *, exact: bool
+    ) -> tuple[Codec, torch.Tensor, tuple[int, ...]]:
+        """Return the first codec that takes a block, its payload and segments."""
+        reason, *others, lossless = "", *self._coders
+        for codec in () if exact else others:
+            try:
+                payload, segments = _encoded(codec, block, place)
+            except Unsuited as unsuited:
+                reason = reason or unsuited.reason
+                continue
+            if reason:
+                self._weight.fallbacks[reason, codec.name] += 1
+            return codec, payload, segments
+        if reason:
+            self._weight.fallbacks[reason, lossless.name] += 1
+        return lossless, *_encoded(lossless, block, place)
 
     def _frame(
         self, codec: Codec, payload: torch.Tensor, segments: tuple[int, ...], position: int

@@ -97,6 +97,9 @@ class Nvfp4:
 
 
 YARDSTICKS: tuple[Codec, ...] = (Int4Token(), Nvfp4())
+REFERENCES = {"kvtc@8x": "int4", "kvtc@16x": Int4Token.name, "kvtc@32x": Nvfp4.name}
+"""By profile: the fixed-rate format that it is to lose no more than, in a third of the bytes or
+less."""
 
 
 def registry_with(codecs: CodecRegistry, more: tuple[Codec, ...] = YARDSTICKS) -> CodecRegistry:
