@@ -1,23 +1,28 @@
 """What tierkv costs and gives a real vLLM: `python -m bench.vllm [--json] [--requests N]`.
 
-Engines run in pairs and take turns, request by request, with one OpenMP thread. CPU seconds are
-those of all processes of an engine; the sidecar's are its own and shown beside them. The peers are
-vLLM's bundled example connector, which keeps KV in files, and its tiered offload: RAM, then files.
+Every engine computes with one OpenMP thread, on the same core: left alone, vLLM reserves two cores
+where there is a connector and one where there is none, and so computes with other threads. CPU
+seconds are those of all processes of an engine, in nanoseconds, until it is idle again; the
+sidecar's are its own. Engines take turns, prompt by prompt, in an order drawn anew.
 
-cost: prompts that share nothing, with tierkv and without any connector. hit: one prompt again, from
-the engine's own prefix cache and, after that was emptied, from what a connector keeps. scheduler:
-how long tierkv's calls kept vLLM's scheduler meanwhile, each call and all of a step.
+cost: prompts that share nothing, beside the same connector with `load` and `save` off, which runs
+throughout. Contenders: tierkv; no connector; vLLM's bundled example connector, which keeps KV in
+files; its tiered offload, RAM, then files. burst: many such prompts at once. hit: one prompt again,
+from the engine's own prefix cache and, after that was emptied, from what a connector keeps.
+scheduler: how long tierkv's calls kept vLLM's scheduler meanwhile, each call and all of a step.
 """
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +38,13 @@ from tierkv_connectors.models import smollm2
 
 PROMPT = 512
 """Tokens of a prompt; each ends in the middle of a block."""
-NEW = 1
+NEW = 2
+BURST = 12
+"""Prompts at once."""
+IDLE_S, IDLE_SHARE, SETTLE_S = 0.05, 0.2, 3.0
+"""An engine is idle when it used less than this share of a core so long; waited for at most."""
+GOAL = 0.02
+"""Most that prompts without reuse may cost."""
 SEED = 7
 HOST_BYTES = 4 << 30
 OFFLOAD_BYTES = 2 << 30
@@ -42,7 +53,7 @@ CALLS = "calls.jsonl"
 
 
 class Took(NamedTuple):
-    """One request: CPU seconds of the engine, seconds to the first token, tokens not computed."""
+    """CPU seconds of the engine, seconds to the (mean) first token, tokens not computed."""
 
     cpu_s: float
     ttft_s: float
@@ -55,32 +66,44 @@ class Subject:
     def __init__(self, engine: Engine) -> None:
         assert engine._process is not None  # noqa: SLF001
         self.engine = engine
-        self._main = psutil.Process(engine._process.pid)  # noqa: SLF001
+        main = psutil.Process(engine._process.pid)  # noqa: SLF001
+        every = [main, *main.children(recursive=True)]
+        self._clocks = [(~one.pid << 3) | 2 for one in every]  # CPU clocks of other processes
 
     def cpu_s(self) -> float:
-        every = [self._main, *self._main.children(recursive=True)]
-        return sum(sum(one.cpu_times()[:2]) for one in every)
+        return sum(time.clock_gettime(clock) for clock in self._clocks)
 
-    def ask(self, tokens: Sequence[int]) -> Took:
+    def settle(self) -> None:
+        """Wait until what a request leaves to be done is done: saves, above all."""
+        until, used = time.monotonic() + SETTLE_S, self.cpu_s()
+        while time.monotonic() < until:
+            time.sleep(IDLE_S)
+            before, used = used, self.cpu_s()
+            if used - before < IDLE_S * IDLE_SHARE:
+                return
+
+    def ask(self, *prompts: Sequence[int]) -> Took:
         before = self.cpu_s()
-        answer = self.engine.generate([tokens], NEW)[0]
-        return Took(self.cpu_s() - before, answer.ttft_s, answer.cached)
+        answers = self.engine.generate(prompts, NEW)
+        first = statistics.fmean(answer.ttft_s for answer in answers)
+        self.settle()
+        return Took(self.cpu_s() - before, first, answers[0].cached)
 
 
-def prompts(count: int) -> Iterator[list[int]]:
-    """Yield prompts that share nothing."""
-    draw = random.Random(SEED)
+def prompts(count: int, seed: int = SEED) -> Iterator[list[int]]:
+    """Yield prompts that share nothing, nor with those of another seed."""
+    draw = random.Random(seed)
     for _ in range(count):
         yield [draw.randrange(100, 40_000) for _ in range(PROMPT + BLOCK // 2)]
 
 
-def tierkv(sidecar: Process) -> dict[str, Any]:
+def tierkv(sidecar: Process, **options: bool) -> dict[str, Any]:
     return {
         "kv_connector": "TimedConnector",
         "kv_connector_module_path": "bench.vllm_timed",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(sidecar.path)},
+        "kv_connector_extra_config": {"socket": str(sidecar.path), **options},
     }
 
 
@@ -111,7 +134,9 @@ def subject(
 ) -> Iterator[Subject]:
     print(f"starting vLLM with {name}", file=sys.stderr, flush=True)
     log = folder / f"{name}.log"
-    more = {"OMP_NUM_THREADS": "1", "TIERKV_BENCH_CALLS": str(folder / CALLS)}
+    core = str(max(os.sched_getaffinity(0)))
+    more = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core}
+    more["TIERKV_BENCH_CALLS"] = str(folder / f"{name} {CALLS}")
     with Engine(model, log, config, more, max_model_len=2 * PROMPT) as engine:
         one = Subject(engine)
         for tokens in prompts(2):  # what the first requests of a process cost is no one's
@@ -129,22 +154,39 @@ def paired(mine: Sequence[float], others: Sequence[float]) -> dict[str, float]:
     return {"share": round(share, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
 
-def cost(plain: Subject, with_tierkv: Subject, requests: int) -> dict[str, Any]:
-    """Ask each prompt of both engines, in an order drawn anew."""
-    draw, took = random.Random(SEED), {"plain": list[Took](), "tierkv": list[Took]()}
-    for number, tokens in enumerate(prompts(requests)):
-        order = [("plain", plain), ("tierkv", with_tierkv)]
-        draw.shuffle(order)
-        for name, one in order:
-            took[name].append(one.ask(tokens))
-        _progress("cost", number + 1, requests)
-    assert not any(one.cached for one in took["tierkv"]), "prompts that share nothing"
-    found: dict[str, Any] = {"name": "cost", "requests": requests, "prompt_tokens": PROMPT}
+def taken(
+    what: str, base: Subject, other: Subject, asked: Sequence[Sequence[Sequence[int]]]
+) -> tuple[list[Took], list[Took]]:
+    """Ask the same of both engines, in an order drawn anew for each; returns (other, base)."""
+    draw = random.Random(SEED)
+    took: tuple[list[Took], list[Took]] = [], []
+    for number, prompts in enumerate(asked):
+        for index in draw.sample((0, 1), 2):
+            took[index].append((other, base)[index].ask(*prompts))
+        _progress(what, number + 1, len(asked))
+    assert not any(one.cached for one in took[0] + took[1]), "prompts that share nothing"
+    return took
+
+
+def cost(name: str, base: Subject, other: Subject, requests: int, at_once: int) -> dict[str, Any]:
+    """Return what prompts without reuse take, `at_once` of them at a time, beside `base`."""
+    what = "cost" if at_once == 1 else "burst"
+    drawn = list(prompts(requests * at_once, SEED + at_once))
+    asked = [drawn[at : at + at_once] for at in range(0, len(drawn), at_once)]
+    mine, others = taken(f"{what}: {name}", base, other, asked)
+    found: dict[str, Any] = {
+        "name": what, "of": name, "beside": "tierkv with load and save off",
+        "turns": requests, "prompts": at_once, "prompt_tokens": len(drawn[0]),
+    }  # fmt: skip
     for field in ("cpu_s", "ttft_s"):
-        mine, other = ([getattr(one, field) for one in took[name]] for name in ("tierkv", "plain"))
-        found[field] = {"tierkv": round(statistics.median(mine), 4)}
-        found[field]["plain"] = round(statistics.median(other), 4)
-        found[field]["difference"] = paired(mine, other)
+        own, base_s = ([getattr(one, field) for one in took] for took in (mine, others))
+        difference = paired(own, base_s)
+        found[field] = {
+            "of": round(statistics.median(own), 4),
+            "beside": round(statistics.median(base_s), 4),
+            "difference": difference,
+            "meets": difference["high"] < GOAL,
+        }
     return found
 
 
@@ -175,7 +217,7 @@ def hit(name: str, one: Subject, turns: int) -> dict[str, Any]:
 
 
 def scheduler(calls: Path) -> dict[str, Any]:
-    """Return what the calls of every step took, in microseconds."""
+    """Return what the calls of every step took, in microseconds; the first are the warm-up's."""
     steps = [json.loads(line) for line in calls.read_text().splitlines()]
     each = [seconds * 1e6 for step in steps for _, seconds in step]
     whole = [sum(seconds for _, seconds in step) * 1e6 for step in steps]
@@ -193,12 +235,12 @@ def _progress(what: str, done: int, of: int) -> None:
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the tables for people."""
     for row in rows:
-        if row["name"] == "cost":
+        if row["name"] in ("cost", "burst"):
             for field in ("cpu_s", "ttft_s"):
                 found, share = row[field], row[field]["difference"]
                 console.print(
-                    f"no reuse, {row['requests']} prompts: {field} {found['tierkv']} with tierkv, "
-                    f"{found['plain']} without: {share['share']:+.2%} "
+                    f"{row['name']} of {row['of']}, {row['turns']} x {row['prompts']} prompts: "
+                    f"{field} {found['of']}, beside {found['beside']}: {share['share']:+.2%} "
                     f"(95 %: {share['low']:+.2%} to {share['high']:+.2%})"
                 )
         if row["name"] == "scheduler":
@@ -221,30 +263,49 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def measure(
+    base: Subject, sidecar: Process, model: Path, folder: Path, asked: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows, one contender's engine beside `base` after the other."""
+    name = "tierkv"
+    with subject(model, folder, name, tierkv(sidecar)) as mine:
+        yield cost(name, base, mine, asked.requests, 1)
+        if asked.bursts:
+            yield cost(name, base, mine, asked.bursts, BURST)
+        if asked.turns:
+            yield hit("tierkv, the sidecar's RAM", mine, asked.turns)
+    yield scheduler(folder / f"{name} {CALLS}")
+    peers: dict[str, dict[str, Any] | None] = {
+        "no connector": None,
+        "its example connector": example(folder / "peer"),
+        "its tiered offload": offload(folder / "peer"),
+    }
+    for name, config in {} if asked.no_peers else peers.items():
+        with subject(model, folder, name, config) as peer:
+            yield cost(name, base, peer, asked.peer_requests, 1)
+            if config is not None and asked.turns:
+                yield hit(name, peer, asked.turns)
+        shutil.rmtree(folder / "peer", ignore_errors=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one line for programs")
-    parser.add_argument("--requests", type=int, default=50, help="prompts of the cost row")
-    parser.add_argument("--turns", type=int, default=15, help="prompts of each hit row")
+    parser.add_argument("--requests", type=int, default=50, help="pairs of tierkv's cost row")
+    parser.add_argument("--peer-requests", type=int, default=20, help="pairs of each peer's")
+    parser.add_argument("--bursts", type=int, default=6, help="pairs of bursts; 0: none")
+    parser.add_argument("--turns", type=int, default=15, help="prompts of each hit row; 0: none")
     parser.add_argument("--no-peers", action="store_true", help="leave vLLM's own ways out")
     asked = parser.parse_args(arguments)
-    about, rows, model = machine(), list[dict[str, Any]](), smollm2()
+    about, model = machine(), smollm2()
     folder = Path(tempfile.mkdtemp(prefix="tierkv-bench-"))
     sidecar = Process(folder, host_bytes=HOST_BYTES)
     try:
         sidecar.start()
-        with ExitStack() as stack:
-            plain = stack.enter_context(subject(model, folder, "no connector", None))
-            mine = stack.enter_context(subject(model, folder, "tierkv", tierkv(sidecar)))
-            rows.append(cost(plain, mine, asked.requests))
-            rows.append(hit("tierkv, the sidecar's RAM", mine, asked.turns))
-        rows.append(scheduler(folder / CALLS))
-        peers = {"its example connector": example, "its tiered offload": offload}
-        for name, config in {} if asked.no_peers else peers.items():
-            with subject(model, folder, name, config(folder / "peer")) as peer:
-                rows.append(hit(name, peer, asked.turns))
-            shutil.rmtree(folder / "peer", ignore_errors=True)
+        off = tierkv(sidecar, load=False, save=False)
+        with subject(model, folder, "tierkv with load and save off", off) as base:
+            rows = list(measure(base, sidecar, model, folder, asked))
     finally:
         sidecar.kill()
         shutil.rmtree(folder, ignore_errors=True)

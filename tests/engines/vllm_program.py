@@ -74,6 +74,9 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "generate_with_aborts": generate_with_aborts,
     "metrics": metrics,
+    "reload_weights": lambda llm: llm.collective_rpc("reload_weights"),
+    "sleep": lambda llm, level: llm.sleep(level),
+    "wake_up": lambda llm: llm.wake_up(),
     "reset_prefix_cache": lambda llm, **options: llm.reset_prefix_cache(**options),
 }
 
