@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -50,6 +50,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What saves may encode to, as far as the class and the sidecar's gate allow."""
     artifact: str = ""
     """File of `tierkv calibrate`, for profiles of kvtc."""
+    save_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 0.25
+    """Most of the time that copies of saves may take while the engine computes."""
+    save_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
+    """Raw bytes that may wait to be saved; what comes on top of them is given up."""
+    flush_s: Annotated[float, msgspec.Meta(ge=0.0)] = 3.0
+    """Longest that an engine that ends goes on saving. vLLM kills its workers after 5 s."""
     experimental_cuda: bool = False
     """Keep KV that lies on a GPU: compiled and tested against its CPU twin, but not run there."""
 

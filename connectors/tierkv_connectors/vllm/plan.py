@@ -40,6 +40,8 @@ class Save:
     """Class of the prefix that they were computed on."""
     blocks: tuple[int, ...]
     """Engine blocks that hold them, in order."""
+    fresh: int = 0
+    """Store blocks of these that were not offered before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,13 +316,14 @@ class Scheduler:
         if not held.store or sealed <= held.offered:
             return
         held.keys = self._extended(held, held.keys)
-        held.offered = sealed
+        fresh, held.offered = sealed - held.offered, sealed
         saves.append(
             Save(
                 fingerprint=held.fingerprint,
                 keys=held.keys[: sealed * KEY_BYTES],
                 fidelity=held.fidelity,
                 blocks=tuple(held.blocks[: sealed * kept.ratio]),
+                fresh=fresh,
             )
         )
 

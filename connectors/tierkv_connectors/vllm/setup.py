@@ -119,7 +119,8 @@ class Setup(KVConnectorBase_V1):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Let the lanes end, and the connection."""
+        """Save what waits still, then let the lanes end, and the connection."""
+        self._edge.shield("flush", lambda: self._worker.flush(self._options.flush_s), None)
         if self._threads is not None:
             self._threads.close(self._options.timeout_s)
         if self._client is not None:

@@ -28,6 +28,7 @@ COUNTED = {
     "loads_late": "Loads that their deadline ended.",
     "saved_blocks": "Blocks stored; those that were there already are not counted.",
     "saves_cut_short": "Saves whose blocks were given to other requests before they were copied.",
+    "saves_dropped": "Saves that were given up because too much waited to be saved.",
     "pins_refused": "Arenas of which not all could be pinned: copies of a GPU are slower.",
     "errors": "Calls that failed and were answered as misses.",
 }

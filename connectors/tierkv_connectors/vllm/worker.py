@@ -21,8 +21,10 @@ from tierkv_connectors.device import Device, Mark
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.vllm.cores import leave_computing_cores
 from tierkv_connectors.vllm.kept import Kept
 from tierkv_connectors.vllm.layout import Layout
+from tierkv_connectors.vllm.pace import Pace
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 
@@ -82,6 +84,9 @@ class NoWorker(_Reports):
     def begin_saves(self, saves: Sequence[Save]) -> None:
         """Do nothing."""
 
+    def flush(self, deadline_s: float) -> None:
+        """Do nothing."""
+
 
 class Worker(_Reports):
     """The worker's part.
@@ -118,18 +123,27 @@ class Worker(_Reports):
         self._writer = UnitCopier(kept.identity, kept.part, self._out, codecs)
         self._artifacts = tuple(codecs.named(name).artifact for name in kept.options.profiles)
         self._saving: list[_Saving] = []
+        self._pace = Pace(kept.options.save_share, kept.options.save_queue_bytes)
+        for lane in ("load", "save"):
+            executor.submit(lane, leave_computing_cores)
 
     def fence(self, plan: StepPlan) -> None:
         """Let no save read a block that the step writes, and the step wait for what reads it now.
 
         Idempotent; called before anything of the step is written or queued.
         """
+        self._pace.step_begins()
         self._saving = [saving for saving in self._saving if saving.left]
         for saving in self._saving:
             if saving.give_up(plan.overwritten):
                 self.counters["saves_cut_short"] += 1
         if plan.overwritten is None or plan.overwritten:
             self._edge.shield("fence", self._out.hold, None)
+
+    def ended(self) -> set[str]:
+        """Return the requests whose loads are over since the last call; a step is over too."""
+        self._pace.step_ends()
+        return super().ended()
 
     def begin_loads(self, loads: Sequence[Load]) -> None:
         """Queue loads, behind all that the engine has queued; each will be among `ended` once."""
@@ -138,8 +152,16 @@ class Worker(_Reports):
 
     def begin_saves(self, saves: Sequence[Save]) -> None:
         """Queue saves of what the engine's last step has written, or has queued to be written."""
+        self._pace.step_ends()
         if saves:
             self._edge.shield("save", lambda: self._queue_saves(saves), None)
+
+    def flush(self, deadline_s: float) -> None:
+        """Go on saving what waits, at most so long: the engine ends."""
+        until = time.monotonic() + deadline_s
+        self._pace.hurry()
+        while self._executor.waiting("save") and time.monotonic() < until:
+            time.sleep(0.002)
 
     def _queue_loads(self, loads: Sequence[Load]) -> int:
         mark = self._device.mark()
@@ -150,6 +172,9 @@ class Worker(_Reports):
     def _queue_saves(self, saves: Sequence[Save]) -> None:
         mark = self._device.mark()
         for save in saves:
+            if not self._pace.admit(save.fresh * self._kept.raw_bytes):
+                self.counters["saves_dropped"] += 1
+                continue
             saving = _Saving(save, mark)
             self._saving.append(saving)
             self._executor.submit("save", partial(self._save, saving))
@@ -198,6 +223,7 @@ class Worker(_Reports):
     def _save(self, saving: _Saving) -> None:
         self._edge.shield("save", lambda: self._offer(saving), None)
         saving.left = set()
+        self._pace.left(saving.save.fresh * self._kept.raw_bytes)
 
     def _offer(self, saving: _Saving) -> None:
         reservation = self._client.put(
@@ -224,6 +250,7 @@ class Worker(_Reports):
         with saving.guard:
             saving.left = set().union(*wanted)
         for index, blocks in enumerate(wanted):
+            started = time.monotonic()
             with saving.guard:
                 if saving.lost.intersection(blocks):
                     break
@@ -232,4 +259,5 @@ class Worker(_Reports):
                 saving.left.difference_update(blocks)
             position = reservation.units[index] * tokens
             units[index] = self._writer.encode(block, profiles, pieces, position)
+            self._pace.copied(time.monotonic() - started)
         return units

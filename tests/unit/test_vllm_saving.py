@@ -1,0 +1,112 @@
+"""What waits to be saved: bounded, paced beside steps, and saved at the end while time allows."""
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.vllm_double import EngineDouble, kept_of, over, prompts
+from tierkv.cache import TierKV
+from tierkv.errors import TierKVError
+from tierkv.settings import Settings
+from tierkv.tiers.host import HostSettings
+from tierkv_connectors.vllm.kept import options_of
+
+ENGINE, STORE = 4, 16
+"""Tokens of an engine block and of a store block."""
+
+
+@pytest.fixture
+def store() -> Iterator[TierKV]:
+    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
+    yield store
+    store.close(0.0)
+
+
+def engine_of(store: TierKV, **options: Any) -> EngineDouble:
+    return over(store, kept_of(ENGINE, STORE, **options), blocks=128)
+
+
+def hang(engine: EngineDouble) -> threading.Event:
+    """Let the lane of saves do nothing until told."""
+    go = threading.Event()
+    engine.threads.submit("save", partial(go.wait, 30))  # type: ignore[arg-type]
+    return go
+
+
+def test_what_waits_is_bounded_and_comes_with_the_next_save(store: TierKV) -> None:
+    size = kept_of(ENGINE, STORE).raw_bytes
+    engine = engine_of(store, save_queue_bytes=3 * size)
+    tokens = next(prompts(1, 100))
+    go = hang(engine)
+    request = engine.ask(tokens)
+    engine.admit(request)
+    engine.compute(request, 0)  # steps of 64 and 36 tokens: 4 store blocks, then 2
+    assert engine.worker.counters["saves_dropped"] == 1, "one may be larger than the bound"
+    go.set()
+    engine.settle()
+    assert engine.worker._pace.waiting_bytes == 0
+    engine.grow(request)
+    for _ in range(16):
+        engine.grow(request)
+    engine.compute(request, 100)
+    engine.end(request)
+    engine.settle()
+    assert engine.worker.counters["saved_blocks"] == 7, "the last save offers the whole chain"
+    engine.close()
+    assert not engine.edge.failures
+
+
+def test_an_engine_that_ends_saves_what_waits(store: TierKV) -> None:
+    engine = engine_of(store, save_share=1e-6)
+    tokens = next(prompts(2, 100))
+    engine.worker._pace.step_begins = lambda: None  # type: ignore[method-assign]
+    engine.run(tokens)
+    engine.worker._pace._computes = True  # a step goes on: copies would take their time
+    engine.worker.flush(30.0)
+    engine.close()
+    other = engine_of(store)
+    assert other.run(tokens).external == 96
+    other.settle()
+    other.close()
+
+
+def test_it_does_so_no_longer_than_it_may(store: TierKV) -> None:
+    engine = engine_of(store)
+    go = hang(engine)
+    engine.run(next(prompts(3, 100)))
+    started = time.monotonic()
+    engine.worker.flush(0.2)
+    assert 0.2 <= time.monotonic() - started < 5.0
+    go.set()
+    engine.settle()
+    engine.close()
+
+
+def test_copies_are_paced_by_what_they_took(store: TierKV, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(store)
+    took: list[float] = []
+    monkeypatch.setattr(engine.worker._pace, "copied", took.append)
+    take = engine.worker._writer.take
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.01)
+        return take(*arguments)
+
+    monkeypatch.setattr(engine.worker._writer, "take", slow)
+    engine.run(next(prompts(4, 100)))
+    engine.settle()
+    assert len(took) == 6
+    assert min(took) >= 0.01
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"save_share": 0}, {"save_share": 1.5}, {"save_queue_bytes": -1}, {"flush_s": -1}]
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TierKVError, match=next(iter(wrong))):
+        options_of(wrong)
