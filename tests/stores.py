@@ -19,7 +19,6 @@ from tierkv.executor import Executor, Inline
 from tierkv.gate import Gate
 from tierkv.key import KEY_BYTES
 from tierkv.part import Part
-from tierkv.policies.lru import Lru
 from tierkv.settings import StoreSettings
 from tierkv.tier import DurableTier
 from tierkv.tiers.host import HostSettings, HostTier
@@ -78,9 +77,8 @@ class Rig:
             self.host,
             self.lower,
             executor=executor or self.inline,
-            settings=StoreSettings(**settings),
+            settings=StoreSettings(**{"policy": "lru"} | settings),
             gate=gate,
-            policy=Lru(1 + len(self.lower)),
             clock=self.clock,
             wall=wall,
         )

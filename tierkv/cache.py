@@ -31,8 +31,6 @@ from tierkv.matches import Matches
 from tierkv.moves import Moves
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.policies.lru import Lru
-from tierkv.policy import ServicePolicy
 from tierkv.puts import Puts
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
@@ -62,10 +60,8 @@ class TierKV:
         gate: Gate | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
-        policy: ServicePolicy | None = None,
     ) -> None:
-        policy = policy or Lru(1 + len(lower))
-        self._store = Store(host, lower, policy, executor, clock, settings, gate)
+        self._store = Store(host, lower, executor, clock, settings, gate)
         self._write_behind = WriteBehind(self._store)
         self._matches = Matches(self._store)
         self._moves = Moves(self._store)
@@ -228,6 +224,7 @@ class TierKV:
             self._write_behind.tick()
             self._health.tick()
             self._stages.tick()
+            self._store.policy.measured(self._store.rates())
             self._store.check()
             return max(self._matches.expire(), 0.001)
 
@@ -318,7 +315,7 @@ class TierKV:
             found, numbers = found[order], numbers[order]
         rows = self._adopt(low, found, numbers)
         order = np.lexsort((-found["locator"], found["position"]))  # heads before tails
-        store.policy.touched(store.catalog, array("i", rows[order].tobytes()))
+        store.policy.found(store.catalog, array("i", rows[order].tobytes()))
         store.totals["recovered"] += len(found)
 
     def _adopt(

@@ -26,6 +26,7 @@ from tierkv.limits import check_hints, count_keys, seconds_of
 from tierkv.namespace import digest_of
 from tierkv.store import HOST_RATES, Numbers, Store
 from tierkv.tier import RAM
+from tierkv.use import use_of
 from tierkv.windows import Windows
 
 Done = Callable[[MatchReply], None]
@@ -125,6 +126,8 @@ class Matches:
             store.namespaces.minimum[namespace],
         )  # fmt: skip
         self._next += 1
+        use = use_of(call, parts, call.raw_bytes, match.asked_at)
+        store.policy.used(store.catalog, use)
         heads = store.heads(call.keys, parts)
         store.totals["matches"] += 1
         store.totals["asked_blocks"] += asked

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tierkv.catalog import Catalog, Rows
+from tierkv.codec import Profile
+from tierkv.cost import Rates
 from tierkv.plan import Move
+from tierkv.use import Use
 
 
 class Policy(Protocol):
@@ -57,3 +60,22 @@ class ServicePolicy(Policy, Reclaimer, Protocol):
 
     def oldest(self, rows: Rows) -> list[int]:
         """Return the rows in the order they would be given up."""
+
+    def used(self, view: Catalog, use: Use) -> None:
+        """A chain was asked for or is being put; `touched` follows with its placements."""
+
+    def measured(self, rates: Sequence[Rates]) -> None:
+        """What is known of the tiers by now, nearest first."""
+
+    def found(self, view: Catalog, rows: Rows) -> None:
+        """Placements were there at start, heads before tails: nothing else is known of them."""
+
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
+        """Return the number of the profile for a chain's new units; 0 leaves it to the planner.
+
+        `known` says of each unit, block-major, whether it is there. `offered` follows, about the
+        blocks that are new.
+        """
+
+    def admits(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
+        """Return which RAM placements are worth a copy in a lower tier, behind their put."""

@@ -13,7 +13,7 @@ from tierkv import frame, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Column
 from tierkv.client import Written
-from tierkv.codec import Profile
+from tierkv.codec import BY_NUMBER, Profile
 from tierkv.errors import TierKVError, invalid
 from tierkv.fidelity import FIDELITIES
 from tierkv.key import KEY_BYTES
@@ -24,6 +24,7 @@ from tierkv.offers import Offer, exact_offers, fallback_of
 from tierkv.plan import PutPlan
 from tierkv.store import Store
 from tierkv.tier import RAM
+from tierkv.use import use_of
 from tierkv.write_behind import WriteBehind
 
 FINGERPRINT_BYTES = 32
@@ -85,8 +86,8 @@ class Puts:
         offers = {offer.profile.number: offer for offer in store.offers.allowed(call)}
         if not offers:
             return self._refuse("gate", known.count(False))
-        choice = [offer.profile for offer in offers.values()]
-        profile = planner.plan_profile(choice, [low.io.rates for low in store.lower])
+        store.policy.used(store.catalog, use_of(call, parts, sum(raw), store.clock()))
+        profile = self._profile(call.keys, known, offers)
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
@@ -126,6 +127,14 @@ class Puts:
             seal=seal,
             fallback=fallback_of(offers.values(), profile).name,
         )
+
+    def _profile(self, keys: bytes, known: list[bool], offers: dict[int, Offer]) -> Profile:
+        """Return the profile of a put's new blocks: the policy's, or else the planner's."""
+        store, choice = self._store, [offer.profile for offer in offers.values()]
+        number = store.policy.picks(keys, known, choice)
+        if number:
+            return BY_NUMBER[number]
+        return planner.plan_profile(choice, [low.io.rates for low in store.lower])
 
     def _refuse(self, why: str, units: int) -> PutReply:
         self._store.counters[f"put_refused_{why}"] += units

@@ -130,6 +130,7 @@ COUNTERS: dict[str, str] = {
     "lease_expired": "Matches that ended at their deadline, never fetched.",
     "owner_died": "Client processes that ended while they held something.",
     "demote_dropped": "Frames not copied down: the write-behind queue was full.",
+    "demote_declined": "Frames not copied down: the policy expects them to earn nothing there.",
     "demote_throttled": "Frames not copied down: a write budget or a breaker refused.",
     "demote_failed": "Frames not copied down: an I/O error, or the tier was full.",
     "sync_failed": "Flushes that could not make blocks durable.",

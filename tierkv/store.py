@@ -26,7 +26,7 @@ from tierkv.gate import Gate
 from tierkv.namespace import Namespaces
 from tierkv.offers import Offers
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.policy import ServicePolicy
+from tierkv.policies.choice import policy_for
 from tierkv.settings import StoreSettings
 from tierkv.tier import RAM, DurableTier, FrameId, RegionTier, SharedTier
 from tierkv.tiers.host import HostTier
@@ -102,7 +102,6 @@ class Store:
         self,
         host: HostTier,
         lower: Sequence[DurableTier],
-        policy: ServicePolicy,
         executor: Executor,
         clock: Clock,
         settings: StoreSettings,
@@ -112,11 +111,11 @@ class Store:
         self.host = host
         self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
         self.catalog = Catalog(["host", *(tier.name for tier in lower)])
-        self.policy = policy
         self.executor = executor
         self.clock = clock
         self.settings = settings
         self.offers = Offers(gate)
+        self.policy = policy_for(settings.policy, gate, self.rates(), [host, *lower])
         self.namespaces = Namespaces()
         self._parts: dict[bytes, list[int]] = {}
         self.counters: Counter[str] = Counter()

@@ -71,6 +71,10 @@ class Units:
         """Return a row's key."""
         return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
+    def keys(self, start: int, stop: int) -> bytes:
+        """Return the keys of rows that follow each other, packed."""
+        return bytes(self._keys[start * KEY_BYTES : stop * KEY_BYTES])
+
     def first(self, key: bytes, part: int) -> int:
         """Return the first row of one unit, NONE where the unit is not known."""
         return self._slots[self._place(key, part)]

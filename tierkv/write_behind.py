@@ -8,6 +8,7 @@ Nothing polls: a job runs because something was offered, or because the reads th
 are done.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,10 +90,17 @@ class WriteBehind:
         return sum(queue.nbytes for queue in self.queues)
 
     def offer(self, rows: Rows, *, bounded: bool = True) -> None:
-        """Queue RAM placements for every lower tier that lacks them. Under the store's lock."""
+        """Queue RAM placements for every lower tier that lacks them. Under the store's lock.
+
+        Within bounds: of bytes, and to what the policy expects to earn its place there.
+        """
         store, catalog = self._store, self._store.catalog
         for queue in self.queues:
-            for row in rows:
+            worth = [True] * len(rows)
+            if bounded:
+                worth = store.policy.admits(catalog, queue.lower.number, rows)
+                store.counters["demote_declined"] += worth.count(False)
+            for row in itertools.compress(rows, worth):
                 size = catalog.nbytes[row]
                 if bounded and queue.nbytes + size > store.settings.write_behind_bytes:
                     store.counters["demote_dropped"] += 1

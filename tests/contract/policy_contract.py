@@ -53,6 +53,17 @@ class Shelf:
             self.parent[row] = parent
         return rows
 
+    def mirror(self, rows: list[int], tier: int) -> list[int]:
+        """Make copies of a chain in another tier, untouched."""
+        keys = [self.catalog.key(row) for row in rows]
+        copies = self.catalog.begin(
+            tier, [Unit(key, 0, 1, 4, 0, SIZE, SIZE, n, 0, 0, 0) for n, key in enumerate(keys)]
+        )
+        self.catalog.commit(copies)
+        for row, parent in zip(copies, [-1, *copies[:-1]], strict=True):
+            self.parent[row] = parent
+        return copies
+
     def path(self, row: int) -> list[int]:
         """Return a placement and all before it, head first."""
         out: list[int] = []
@@ -139,7 +150,8 @@ class PolicyContract:
         assert set(shelf.victims(1 << 40)) == set(rows) | set(writing)
 
     def test_tiers_are_kept_apart(self, shelf: Shelf) -> None:
-        rows, below = shelf.chain(4), shelf.chain(4, tier=1)
+        rows = shelf.chain(4)
+        below = shelf.mirror(rows, 1)
         shelf.policy.touched(
             shelf.catalog, [row for pair in zip(rows, below, strict=True) for row in pair]
         )
@@ -227,7 +239,8 @@ class ServicePolicyContract(PolicyContract):
         assert not set(shelf.victims(6 * SIZE)) & set(trunk)
 
     def test_each_tier_goes_tail_first(self, shelf: Shelf) -> None:
-        rows, below = shelf.chain(4), shelf.chain(4, tier=1)
+        rows = shelf.chain(4)
+        below = shelf.mirror(rows, 1)
         shelf.policy.touched(
             shelf.catalog, [row for pair in zip(rows, below, strict=True) for row in pair]
         )

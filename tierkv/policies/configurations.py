@@ -57,17 +57,22 @@ class Configurations:
         self._radix = [len(self.families[slot % 2]) + 1 for slot in range(2 * self.tiers)]
         self._weights = [int(np.prod(self._radix[:slot])) for slot in range(len(self._radix))]
         count = int(np.prod(self._radix))
+        self._count = count
+        self.measured(rates)
+        self._relief: list[list[Numbers | None]] = [[None] * count for _ in rates]
+        self._relief_width = max(1, self._most_relief())
+        self._store_width = max(1, self._most_stores())
+
+    def measured(self, rates: Sequence[Rates]) -> None:
+        """Work out anew what loads cost, with other rates of the same tiers."""
         copy_s = np.array(
             [
                 [1 / (form.ratio * rate.read_bps) + 1 / form.decode_bps for form in self.forms]
                 for rate in rates
             ]
         ).reshape(self.tiers, -1)
-        self._describe(count, copy_s)
-        self._relief: list[list[Numbers | None]] = [[None] * count for _ in rates]
-        self._stores: list[list[Numbers | None]] = [[None] * count for _ in range(2)]
-        self._relief_width = max(1, self._most_relief())
-        self._store_width = max(1, self._most_stores())
+        self._describe(self._count, copy_s)
+        self._stores: list[list[Numbers | None]] = [[None] * self._count for _ in range(2)]
 
     def _describe(self, count: int, copy_s: npt.NDArray[np.float64]) -> None:
         self.seconds = np.full(count, np.inf)

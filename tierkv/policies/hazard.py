@@ -102,3 +102,8 @@ class Hazard:
         age = np.searchsorted(self._edges, now - self.start[contexts], side="right") - 1
         rates: Floats = self.table[self.category[contexts], age]
         return rates
+
+    def at(self, category: int, age_s: float) -> float:
+        """Return uses per second of a context of a category and age, as of the last refit."""
+        age = int(np.searchsorted(self._edges, age_s, side="right")) - 1
+        return float(self.table[category, age])

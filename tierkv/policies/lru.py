@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierkv.catalog import READY, Catalog, Rows
+from tierkv.codec import Profile
+from tierkv.cost import Rates
 from tierkv.plan import Move, drops
+from tierkv.use import Use
 
 KEEP_FROM = 0.75
 """A reclaimed region's survivors were used more lately than this share of the tier's queue."""
@@ -87,6 +90,26 @@ class Lru:
             queue.stamps.frombytes(stamps[mine].tobytes())
             queue.compact(self._stamp)
         self._next += len(rows)
+
+    def used(self, view: Catalog, use: Use) -> None:
+        """Learn nothing from what was asked for in vain, nor from hints."""
+
+    def measured(self, rates: Sequence[Rates]) -> None:
+        """Time plays no part."""
+
+    def found(self, view: Catalog, rows: Rows) -> None:
+        """Take heads for younger than tails."""
+        self.touched(view, rows)
+
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
+        """Leave it to the planner."""
+        del keys, known, choices
+        return 0
+
+    def admits(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
+        """Take all: what is written down is dropped from RAM at no loss."""
+        del view, tier
+        return [True] * len(rows)
 
     def forgot(self, rows: Rows) -> None:
         """Make the rows' queue entries stale."""

@@ -33,6 +33,8 @@ class Reuse:
         self.hazard = Hazard(CATEGORIES)
         self._turn: list[int] = []
         self._length: list[int] = []
+        self._until = np.full(1024, np.inf)
+        """By context: when it ends, as far as a hint tells."""
         self._refit_at = REFIT_FIRST
 
     def use(
@@ -58,6 +60,39 @@ class Reuse:
         self.segments.use(context, rows)
         return rows
 
+    def continues(self, ids: Ids, known: int) -> bool:
+        """Return whether a chain, of which so many blocks are known, goes on where a context ends.
+
+        No branch of it can lie there: then its next block would be known, or another's.
+        """
+        if not known:
+            return False
+        row = int(self.segments.of(ids[known - 1 : known])[0])
+        last = self.segments.first[row] + self.segments.blocks[row] - 1
+        context = self.segments.context[row]
+        return bool(last == ids[known - 1] and self._length[context] == known)
+
+    def go_on(self, walk: Walk, ids: Ids, nbytes: Floats, density: Floats) -> None:
+        """A context goes on, without a use, behind its whole chain, which the walk has met.
+
+        Args: see `EvicPress.used_chain`; every block is full.
+        """
+        segments, last, at = self.segments, int(walk.rows[-1]), walk.blocks
+        context = int(segments.context[last])
+        at += segments.lengthen(last, ids[at:], float(nbytes[at]), float(density[at]))
+        if at < len(ids):
+            segments.use(context, segments.grow(ids, at, len(ids), nbytes, density))
+        self._length[context] = len(ids)
+
+    def end(self, context: int, at: float) -> None:
+        """Nobody will go on with a context from `at` seconds on, which a later use may change."""
+        self._until[context] = at
+
+    @property
+    def newest(self) -> int:
+        """The context of the last use."""
+        return len(self._turn) - 1
+
     def refit(self, now: float) -> None:
         """Fit the hazard anew when enough was used since the last time."""
         newest = len(self._turn) - 1
@@ -82,6 +117,8 @@ class Reuse:
                     hazard.begin(before, LEFT + int(not apart), now)
         self._turn.append(turn)
         self._length.append(full)
+        if context >= len(self._until):
+            self._until = np.append(self._until, np.full_like(self._until, np.inf))
         length = int(np.searchsorted(LENGTHS, tokens, side="right"))
         hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
 
@@ -90,5 +127,10 @@ class Reuse:
         segments = self.segments
         own = self.hazard.rate(segments.context[rows], now)
         own = np.where(segments.partial[rows], own * PARTIAL, own)
+        own = np.where(self._until[segments.context[rows]] > now, own, 0.0)
         faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
         return own + segments.foreign[rows] * faded / FOREIGN_S
+
+    def rate_of_unknown(self, age_s: float) -> float:
+        """Return expected uses per second of what nobody has asked for in so many seconds."""
+        return float(self.hazard.at(0, age_s))

@@ -33,6 +33,7 @@ COLUMNS = {
     "configuration": np.int64,
     "foreign": np.float64,
     "foreign_at": np.float64,
+    "pinned": np.float64,
 }
 
 
@@ -53,6 +54,7 @@ class Segments:
         density: seconds of prefill that a raw byte stands for.
         context: the request that used it last.
         children: segments behind it that have a copy.
+        pinned: until when somebody wants it given up last.
         foreign: uses by requests that did not go on with its context, decayed since `foreign_at`.
     """
 
@@ -68,6 +70,7 @@ class Segments:
     configuration: Numbers
     foreign: npt.NDArray[np.float64]
     foreign_at: npt.NDArray[np.float64]
+    pinned: npt.NDArray[np.float64]
 
     def __init__(self) -> None:
         self.count = 0
@@ -131,6 +134,30 @@ class Segments:
         self.partial[rows] = starts >= full
         self._of_block[ids[at:]] = np.repeat(rows, ends - starts)
         return rows
+
+    def lengthen(self, row: int, ids: Ids, nbytes: float, density: float) -> int:
+        """Let a segment go on with blocks that were never met; returns how many it took.
+
+        Args:
+            row: of the segment.
+            ids: of the blocks behind it; those that follow its own numbers are taken.
+            nbytes: raw bytes of each.
+            density: of each.
+        """
+        end, before = int(self.first[row] + self.blocks[row]), float(self.nbytes[row])
+        room = ids[: max(0, SEGMENT_BLOCKS - int(self.blocks[row]))]
+        count = int((room == np.arange(end, end + len(room))).cumprod().sum())
+        if count:
+            self.blocks[row] += count
+            self.nbytes[row] = before + count * nbytes
+            mixed = before * self.density[row] + count * nbytes * density
+            self.density[row] = mixed / self.nbytes[row]
+            self._of_block[end : end + count] = row
+        return count
+
+    def of(self, ids: Ids) -> Numbers:
+        """Return the segments of blocks (n,) that were asked for."""
+        return self._of_block[ids]
 
     def _take(self, count: int) -> Numbers:
         while self.count + count > len(self.first):

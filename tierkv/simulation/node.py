@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tierkv import calls
 from tierkv.frame import parse
@@ -27,6 +27,7 @@ REGIONS = 11
 REGION_BYTES = 1 << 20
 QUEUE_BYTES = 1 << 20
 ENGINES = 3
+POLICIES: tuple[Literal["lru", "evicpress"], ...] = ("lru", "evicpress")
 
 
 class Scene(Protocol):
@@ -54,6 +55,7 @@ class Node:
         self.disk = Disk(REGIONS, REGION_BYTES)
         self.verified = 0
         self._arena_bytes = scene.rng.choice(ARENA_BYTES)
+        self._policy = scene.rng.choice(POLICIES)
         self._owner = 0
         self._floors: dict[str, int] = {}
         """Version of each namespace's last clear that this disk keeps."""
@@ -71,7 +73,7 @@ class Node:
         self.sidecar = Sidecar(
             HostTier(HostSettings(size_bytes=self._arena_bytes)), lower, executor=self.lanes,
             clock=scene.time, wall=scene.time,
-            settings=StoreSettings(write_behind_bytes=QUEUE_BYTES),
+            settings=StoreSettings(write_behind_bytes=QUEUE_BYTES, policy=self._policy),
         )  # fmt: skip
         self._started = True
         self._cleared: dict[str, int] = dict(self._floors)

@@ -1,0 +1,162 @@
+"""The joint policy on a real store under pressure: what it serves beside LRU, and its own books."""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.stores import PAGE, Rig, chain
+from tests.unit.test_gate import domain, entry
+from tierkv import calls, frame
+from tierkv.client import Written
+from tierkv.codec import PROFILES
+from tierkv.fidelity import Fidelity
+from tierkv.gate import Gate
+from tierkv.policies.joint import Joint
+from tierkv.policies.segments import NONE
+from tierkv.tier import DurableTier
+
+RAW = 8 * PAGE - frame.header_bytes(1)
+TOKENS = 128
+FAMILY = b"f" * 32
+ARTIFACT = b"a" * 32
+PROFILES_OF_ENGINE = ("raw", "int8", "kvtc@4x", "kvtc@8x", "kvtc@16x")
+RECOMPUTE: dict[str, Any] = {"linear": 4e-4, "quadratic": 1e-9}
+NEW_CHATS, TURNS = 0.2, 6
+ONCE = 1 << 20
+"""Sessions from here on ask once."""
+
+
+def gate() -> Gate:
+    """Return a gate that allows int8 and kvtc to 8x for class safe, 16x for economy."""
+    kl = {"int8": 1e-4, "kvtc@4x": 0.001, "kvtc@8x": 0.005, "kvtc@16x": 0.03}
+    return Gate(
+        entries=tuple(
+            entry(
+                domain(kl_mean=loss, kl_hi=loss),
+                profile=name,
+                family=FAMILY.hex(),
+                artifact=ARTIFACT.hex() if name.startswith("kvtc") else "",
+            )
+            for name, loss in kl.items()
+        )
+    )
+
+
+class Request(NamedTuple):
+    at: float
+    session: int
+    blocks: int
+
+
+def traffic(seed: int, seconds: float) -> Iterator[Request]:
+    """Chats of six turns with a minute between them; four prompts in five come once."""
+    rng = random.Random(seed)
+    waiting: list[tuple[float, int, int]] = []
+    newest, now = 0, 0.0
+    while now < seconds:
+        now += rng.expovariate(1 / 4.0)
+        newest += 1
+        if rng.random() < NEW_CHATS:
+            heapq.heappush(waiting, (now, newest, 0))
+        else:
+            yield Request(now, ONCE + newest, 5)
+        while waiting and waiting[0][0] <= now:
+            at, session, turn = heapq.heappop(waiting)
+            yield Request(at, session, 4 + 2 * turn)
+            if turn + 1 < TURNS:
+                heapq.heappush(waiting, (at + rng.expovariate(1 / 60.0), session, turn + 1))
+
+
+class Engine:
+    """Asks for each request's chain and puts all of it, encoded to the sizes of the profiles."""
+
+    def __init__(self, rig: Rig, offered: Sequence[str]) -> None:
+        self.rig = rig
+        self.fields: dict[str, Any] = {"fidelity": int(Fidelity.SAFE), "tokens_per_block": TOKENS}
+        self.put_fields: dict[str, Any] = {
+            "raw": RAW, "profiles": tuple(offered), "family": FAMILY,
+            "artifacts": tuple(
+                ARTIFACT if name.startswith("kvtc") else b"" for name in offered
+            ),
+        }  # fmt: skip
+        self.hits = self.asked = 0
+
+    def serve(self, request: Request) -> None:
+        rig = self.rig
+        rig.clock.now = max(rig.clock.now, 1000.0 + request.at)
+        keys = chain(request.session, request.blocks)
+        reply = rig.match(keys, raw_bytes=RAW, **self.fields, **RECOMPUTE)
+        if reply.match:
+            got = rig.store.get(1, calls.GetCall(match=reply.match, blocks=reply.blocks))
+            rig.store.release(1, calls.ReleaseCall(transfer=got.transfer))
+        self.asked += request.blocks
+        self.hits += reply.blocks
+        held = rig.offer(keys, **self.fields, **self.put_fields)
+        if held is not None:
+            profile = PROFILES[held.profile]
+            size = int(RAW / profile.ratio)
+            cuts = [size // max(profile.levels, 1)] * max(profile.levels, 1)
+            held.commit_written([Written(profile.number, tuple(cuts))] * len(held.units))
+        rig.inline.drain()
+        rig.store.tick()
+
+
+def serve(
+    policy: str, offered: Sequence[str], seed: int, lower: Sequence[DurableTier] = ()
+) -> tuple[float, float]:
+    """Return the share of blocks hit and the seconds saved."""
+    rig = Rig(8 * 40, list(lower), gate=gate(), policy=policy)
+    engine = Engine(rig, offered)
+    for request in traffic(seed, 1200.0):
+        engine.serve(request)
+        rig.sound()
+    audit(rig)
+    stat = rig.stat()
+    rig.idle()
+    rig.store.close(0.0)
+    return engine.hits / engine.asked, stat["saved_s"] - stat["lost_s"]
+
+
+def audit(rig: Rig) -> None:
+    """Assert that what the policy believes of placements is what the catalog says."""
+    store = rig.store._store
+    policy, catalog = store.policy, store.catalog
+    if not isinstance(policy, Joint):
+        return
+    placed, segments = policy.placed, policy.placed.segments
+    there = [row for row in range(len(catalog)) if catalog.state[row]]
+    known = [row for row in range(len(placed._place)) if placed.knows(row)]
+    assert known == there
+    assert sorted(row for pool in placed.pools for row in pool.rows) == there
+    copies: Counter[int] = Counter()
+    for row in there:
+        block = placed.block(row)
+        assert placed.keys(block, 1) == catalog.key(row)
+        copies[block] += 1
+    assert all(placed.copies(block, 1) == [copies[block]] for block in range(len(placed._numbers)))
+    live = np.arange(segments.count)
+    has = np.array([placed._any(row) for row in live.tolist()])
+    assert np.array_equal(has, segments.configuration[live] != 0)
+    parents = segments.parents(live)
+    behind = has & (parents != NONE)
+    children = np.bincount(parents[behind], minlength=segments.count)
+    assert np.array_equal(children, segments.children[live])
+    assert has[parents[behind]].all(), "a head is gone before its tail"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_serves_more_than_lru(seed: int) -> None:
+    """Same gate, same offers, RAM alone: what is dead makes room, and what lives is made small."""
+    gained = []
+    for offered in ("raw",), ("raw", "int8"), PROFILES_OF_ENGINE:
+        lru, lru_s = serve("lru", offered, seed)
+        joint, joint_s = serve("evicpress", offered, seed)
+        assert joint > 1.1 * lru
+        assert joint_s > 1.1 * lru_s
+        gained.append(joint / lru)
+    assert gained[-1] > 2

@@ -1,0 +1,330 @@
+"""Joint: EvicPress over the Catalog of a service. What is there is the Catalog's to say.
+
+The same reuse (`reuse`), worth (`worth`) and sets of copies (`configurations`) as in the replay.
+There a segment has one set of copies; here blocks come and go one by one, by puts that were
+refused, regions that were reclaimed and clears, so that a set of copies is read off the Catalog
+for the few placements that a decision looks at, and what follows is done to its segment.
+
+What differs from the replay, because a store cannot do it: a put makes one copy, in RAM, of one
+profile, and no other is ever made beside it. Behind the put go copies to the lower tiers, of what
+would be worth it there alone.
+
+Rates and prices are as old as the last use of a chain that was told: there is no other clock.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.calls import PIN_S
+from tierkv.catalog import NONE, Catalog, Rows
+from tierkv.codec import RAW, Profile
+from tierkv.cost import Rates
+from tierkv.plan import Kind, Move
+from tierkv.policies.placed import Placed
+from tierkv.policies.search import Candidate, Search
+from tierkv.policies.steps import RAM, Steps
+from tierkv.policies.worth import gains, losses
+from tierkv.use import Use
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
+
+MEMORY = 0.05
+"""Weight of the newest price."""
+KEEP_FROM = 0.75
+"""A reclaimed region's survivors earn more than this share of what the tier has."""
+FLOOR = 0.03
+"""The share of sampled placements that earn less than the price of a full tier at rest."""
+FULL = 0.98
+"""A tier with more room than this leaves, and no need for long, loses its price."""
+REST_USES = 8
+"""Uses of chains between two looks at the price of a tier that gives up nothing."""
+SLACK_DECAY = 0.9**REST_USES
+PINNED = 1e9
+"""Loss per byte that a pin adds: more than anything else, less than being refused."""
+SAMPLED = 64
+RATES_APART = 1.2
+"""A bandwidth that is off by less changes no decision that matters."""
+MAX_SESSIONS = 65536
+
+
+def _apart(new: Rates, old: Rates) -> bool:
+    return not 1 / RATES_APART < new.read_bps / old.read_bps < RATES_APART
+
+
+class Joint:
+    """The joint policy of a service.
+
+    Args:
+        rates: of each tier, nearest first.
+        capacity: bytes of each tier, 0 where it has no bound.
+        granule: bytes of each tier's allocations.
+    """
+
+    name = "evicpress"
+
+    def __init__(
+        self, rates: Sequence[Rates], capacity: Sequence[int], granule: Sequence[int]
+    ) -> None:
+        self.steps = Steps(rates)
+        self.known = self.steps.known
+        self.placed = Placed(len(rates))
+        self.price = np.zeros(len(rates))
+        self._rates = list(rates)
+        self._capacity = capacity
+        self._granule = granule
+        self._uses = 0
+        self._pressed = [0 for _ in rates]
+        """By tier: uses at the last time that it needed room."""
+        self._picked: tuple[Profile, Sequence[Profile]] = RAW, ()
+        self._worth: dict[int, float] = {}
+        self._sessions: dict[str, int] = {}
+
+    # what is told
+
+    def used(self, view: Catalog, use: Use) -> None:
+        """Learn from a chain that was asked for, or that is being put."""
+        if not use.keys:
+            return
+        placed, reuse = self.placed, self.placed.reuse
+        placed.now = max(placed.now, use.now)
+        before = reuse.newest
+        rows = placed.use(view, use)
+        self._uses += 1
+        if reuse.newest > before and use.session:
+            earlier = self._sessions.pop(use.session, reuse.newest)
+            if earlier != reuse.newest:
+                reuse.end(earlier, use.now)
+            self._sessions[use.session] = reuse.newest
+            if len(self._sessions) > MAX_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+        self._hint(use, rows)
+        if self._uses % REST_USES == 0:
+            for tier in range(len(self.price)):
+                self._rest(view, tier)
+
+    def _hint(self, use: Use, rows: Numbers) -> None:
+        if not len(rows):
+            return
+        segments, now = self.placed.segments, use.now
+        context = int(segments.context[rows[-1]])
+        if use.closed or use.ttl_s is not None:
+            self.placed.reuse.end(context, now if use.closed else now + (use.ttl_s or 0.0))
+        if use.pin:
+            segments.pinned[rows] = now + (PIN_S if use.ttl_s is None else use.ttl_s)
+
+    def touched(self, view: Catalog, rows: Rows) -> None:
+        """Take in placements that are new."""
+        self.placed.enter(view, rows)
+
+    def found(self, view: Catalog, rows: Rows) -> None:
+        """Take in placements that were there at start."""
+        self.placed.enter_orphans(view, rows)
+
+    def forgot(self, rows: Rows) -> None:
+        """Placements are gone."""
+        self.placed.leave(rows)
+
+    def measured(self, rates: Sequence[Rates]) -> None:
+        """Believe other rates of the tiers, when they differ by much."""
+        if any(_apart(new, old) for new, old in zip(rates, self._rates, strict=True)):
+            self._rates = list(rates)
+            self.known.measured(rates)
+
+    # what is asked
+
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
+        """Return the profile whose best future earns most, once RAM has a price.
+
+        Until then a block lives longest where the planner looks: in the slowest tier in use.
+        """
+        self._picked = RAW, choices
+        blocks = self.placed.find(keys)
+        units = np.array(known, np.bool_).reshape(max(len(blocks), 1), -1)
+        there = np.logical_and.reduce(units, axis=1)
+        segments, weight = self._runs(blocks[~there[: len(blocks)]])
+        if not self.price[RAM] or not len(segments):
+            return 0
+        best = -np.inf
+        for choice in choices:
+            gain = self._future(segments, choice, choices)
+            earned = float((np.maximum(gain, 0.0) * weight).sum())
+            if earned > best:
+                best, self._picked = earned, (choice, choices)
+        return self._picked[0].number
+
+    def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a chain earn more than they cost, from the first on."""
+        del view, tier
+        segments, weight = self._runs(self.placed.find(b"".join(keys)))
+        if not len(segments):
+            return len(keys)
+        worth = self._future(segments, *self._picked) > 0
+        blocks = len(segments) if worth.all() else int(worth.argmin())
+        return int(weight[:blocks].sum())
+
+    def _runs(self, blocks: Ids) -> tuple[Numbers, Numbers]:
+        """Return the segments of a chain's blocks, in order, and how many of them each has."""
+        rows = self.placed.segments.of(blocks[blocks != NONE])
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        return rows[starts], np.diff(np.append(starts, len(rows)))
+
+    def _future(self, segments: Numbers, choice: Profile, choices: Sequence[Profile]) -> Floats:
+        """Return what segments earn in the best set of copies that a put of a profile leads to."""
+        near, far = self.steps.made(choice, [one.number for one in choices])
+        alone, lower = self.steps.alone, range(1, len(self.price))
+        options = {alone[RAM][one] for one in near}
+        options |= {alone[tier][one] for tier in lower for one in far}
+        options |= {
+            alone[RAM][one] + alone[tier][other] for one in near for tier in lower for other in far
+        }
+        configurations = np.broadcast_to(
+            np.array(sorted(options), np.int64), (len(segments), len(options))
+        )
+        nothing = np.zeros(len(segments), np.int64)
+        best: Floats = self._gains(segments, nothing, configurations).max(axis=1)
+        return best
+
+    def _gains(self, segments: Numbers, current: Numbers, choices: Numbers) -> Floats:
+        rate = self.placed.reuse.rate(segments, self.placed.now)
+        density = self.placed.segments.density[segments]
+        return gains(self.known, self.price, rate, density, current, choices)
+
+    def admits(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
+        """Return which placements would earn something in a lower tier alone."""
+        blocks = np.array([self.placed.block(row) for row in rows], np.int32)
+        profiles = [view.profile[row] for row in rows]
+        worth = np.ones(len(rows), np.bool_)
+        mine = np.flatnonzero(blocks != NONE)
+        if len(mine):
+            segments = self.placed.segments.of(blocks[mine])
+            choices = np.array([self.steps.alone[tier][profiles[at]] for at in mine])[:, None]
+            worth[mine] = self._gains(segments, np.zeros_like(segments), choices)[:, 0] > 0
+        return [bool(one) for one in worth]
+
+    def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
+        """Return the rows of drops alone."""
+        search = self._search(view, tier, need)
+        search.run(lambda rows, inside: self._judge(view, tier, rows, inside, {Kind.DROP}))
+        return [move.row for move in search.moves]
+
+    def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
+        """Return the steps that lose least per byte."""
+        kinds = {Kind.DROP, Kind.DOWNGRADE} | (set() if at_once else {Kind.DEMOTE})
+        search = self._search(view, tier, need)
+        search.run(lambda rows, inside: self._judge(view, tier, rows, inside, kinds))
+        self._pressed[tier] = self._uses
+        lost = [max(loss, 0.0) for loss in search.losses if loss < PINNED]
+        if lost:
+            fade = (1 - MEMORY) ** len(lost)
+            self.price[tier] = fade * self.price[tier] + (1 - fade) * float(np.mean(lost))
+        return search.moves
+
+    def _search(self, view: Catalog, tier: int, need: int) -> Search:
+        return Search(view, self.placed, tier, need, self._granule[tier], self._uses << 16)
+
+    def _judge(
+        self, view: Catalog, tier: int, rows: list[int], inside: list[bool], kinds: set[Kind]
+    ) -> list[Candidate]:
+        """Return the best step of each placement, where there is one."""
+        if not rows:
+            return []
+        current = np.array([self.steps.there(view, row) for row in rows])
+        steps = self.known.relief(tier, current)
+        loss = self._losses(tier, rows, current, steps)
+        loss[self.steps.barred(view, tier, rows, current, steps, kinds)] = np.inf
+        loss[(steps == 0) & np.array(inside)[:, None]] = np.inf
+        best = loss.argmin(axis=1)
+        found = []
+        for at, (row, place) in enumerate(zip(rows, best.tolist(), strict=True)):
+            if not current[at]:  # of no use to anybody
+                found.append(Candidate(row, Kind.DROP, tier, 0, 0.0))
+            elif loss[at, place] < np.inf:
+                step = self.steps.read(tier, int(current[at]), int(steps[at, place]))
+                found.append(Candidate(row, *step, float(loss[at, place])))
+        return found
+
+    def _losses(self, tier: int, rows: list[int], current: Numbers, steps: Numbers) -> Floats:
+        rate, density, pinned = self._value(rows)
+        loss, _ = losses(self.known, self.price, tier, rate, density, current, steps)
+        loss[pinned] += PINNED
+        return loss
+
+    def _value(self, rows: list[int]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
+        """Return rate, density and whether somebody pinned it, of placements; orphans are new."""
+        placed, segments = self.placed, self.placed.segments
+        blocks = np.array([placed.block(row) for row in rows], np.int32)
+        orphan = blocks == NONE
+        rate, density = np.zeros(len(rows)), np.zeros(len(rows))
+        rate[orphan] = placed.reuse.rate_of_unknown(placed.now - placed.found_at)
+        density[orphan] = self._dense()
+        mine = segments.of(blocks[~orphan])
+        rate[~orphan] = placed.reuse.rate(mine, placed.now)
+        density[~orphan] = segments.density[mine]
+        pinned = np.zeros(len(rows), np.bool_)
+        pinned[~orphan] = segments.pinned[mine] > placed.now
+        return rate, density, pinned
+
+    def _dense(self) -> float:
+        segments = self.placed.segments
+        return float(segments.density[: max(segments.count, 1)][-256:].mean())
+
+    def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
+        """Return which rows earn more than KEEP_FROM of what the tier has."""
+        if not rows:
+            return []
+        self._pressed[tier] = self._uses
+        sampled = self.placed.pools[tier].sample(SAMPLED, self._uses)
+        least = float(np.quantile(self._dropped(view, tier, sampled), KEEP_FROM)) if sampled else 0
+        loss = self._dropped(view, tier, list(rows))
+        gone = loss <= least
+        if gone.any():
+            self.price[tier] += MEMORY * (float(loss[gone].mean()) - self.price[tier])
+        self._worth = dict(zip(rows, loss.tolist(), strict=True))
+        return [bool(one) for one in ~gone]
+
+    def _dropped(self, view: Catalog, tier: int, rows: list[int]) -> Floats:
+        """Return the loss per byte of giving placements up, what lies behind them included."""
+        current = np.array([self.steps.there(view, row) for row in rows])
+        mine = [self.steps.alone[tier].get(view.profile[row], 0) for row in rows]
+        without = np.maximum(current - np.array(mine, np.int64), 0)
+        loss = self._losses(tier, rows, current, without[:, None])[:, 0]
+        loss = np.where(np.isfinite(loss), np.maximum(loss, 0.0), 0.0)
+        behind = np.array([self._behind(row) for row in rows])
+        worth: Floats = loss * (1 + np.where(without == 0, behind, 0))
+        return worth
+
+    def _behind(self, row: int) -> int:
+        """Return how many blocks lie behind a placement, as far as its segment tells."""
+        block, segments = self.placed.block(row), self.placed.segments
+        if block == NONE:
+            return 0
+        segment = self.placed.segment(block)
+        more = int(segments.blocks[segment]) * int(segments.children[segment])
+        return int(segments.first[segment] + segments.blocks[segment]) - block - 1 + more
+
+    def oldest(self, rows: Rows) -> list[int]:
+        """Return rows by what they earn, what lies behind them included."""
+        if not rows:
+            return []
+        rate, density, pinned = self._value(list(rows))
+        behind = np.array([self._behind(row) for row in rows])
+        worth = rate * density * (1 + behind) + pinned * PINNED
+        known = [self._worth.get(row, float(value)) for row, value in zip(rows, worth, strict=True)]
+        order = np.argsort(known, kind="stable").tolist()
+        return [rows[at] for at in order]
+
+    def _rest(self, view: Catalog, tier: int) -> None:
+        """Move the price of a tier that gives up nothing."""
+        capacity, idle = self._capacity[tier], self._uses - self._pressed[tier]
+        rows = self.placed.pools[tier].sample(SAMPLED, self._uses)
+        if not capacity or idle < REST_USES or not rows:
+            return
+        if sum(view.bytes[tier][1:]) <= capacity * FULL:
+            self.price[tier] *= SLACK_DECAY if idle > REST_USES * REST_USES else 1.0
+            return
+        worth = float(np.quantile(self._dropped(view, tier, rows), FLOOR))
+        self.price[tier] += (1 - (1 - MEMORY) ** REST_USES) * (worth - self.price[tier])

@@ -1,0 +1,219 @@
+"""Search: what a tier gives up for a given need. Changes nothing; sees what it has chosen as done.
+
+Candidates are sampled placements. The one that loses least per byte stands for its segment, which
+gives up blocks from its end on. A block may lose its last placement only when nothing is left
+behind it: heads never leave before tails. Where sampling finds nothing more, all that is there
+goes, the deepest blocks first.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.catalog import NONE, READY, Catalog
+from tierkv.lineage import freed, lawful
+from tierkv.plan import Kind, Move
+from tierkv.policies.placed import Placed
+
+Numbers = npt.NDArray[np.int64]
+ROUNDS = 24
+"""Rounds of samples that find nothing, after which everything is looked at."""
+SAMPLED = 64
+TAKEN = 8
+"""Of so many sampled segments one is given up at most before others are looked at."""
+
+
+class Candidate(NamedTuple):
+    """A placement, the kind of step that loses least, and its loss per byte."""
+
+    row: int
+    kind: Kind
+    tier: int
+    profile: int
+    loss: float
+
+
+Judge = Callable[[list[int], list[bool]], list[Candidate]]
+"""Says of placements what to do with each, where anything may be done; of those inside a chain the
+last copy may not go."""
+
+
+class Search:
+    """One search over a tier.
+
+    Args:
+        view: the catalog.
+        placed: what the placements stand for.
+        tier: that needs room.
+        need: bytes.
+        granule: of the tier's allocations, in bytes.
+        salt: of the samples.
+    """
+
+    def __init__(
+        self, view: Catalog, placed: Placed, tier: int, need: int, granule: int, salt: int
+    ) -> None:
+        self.moves: list[Move] = []
+        self.losses: list[float] = []
+        """Per byte, of each candidate that something was done to."""
+        self._view = view
+        self._placed = placed
+        self._tier = tier
+        self._need = need
+        self._granule = granule
+        self._salt = salt
+        self._chosen: set[int] = set()
+        self._left: dict[int, int] = {}
+        """Placements that a block still has, where fewer than the catalog says."""
+        self._lost: dict[int, int] = {}
+        """By segment: segments behind it that have nothing left any more."""
+
+    def run(self, judge: Judge) -> None:
+        """Choose until the need is met or nothing is left."""
+        idle = number = 0
+        while self._need > 0 and idle < ROUNDS and self._placed.pools[self._tier].rows:
+            number += 1
+            rows = self._placed.pools[self._tier].sample(SAMPLED, self._salt + number)
+            before = len(self.moves)
+            open_rows = self._open(rows)
+            inside = [self._inside(row) for row in open_rows]
+            found = sorted(judge(open_rows, inside), key=lambda one: one.loss)
+            for one in found[: 1 + len(found) // TAKEN]:
+                self._take(one)
+                if self._need <= 0:
+                    return
+            idle = idle + 1 if len(self.moves) == before else 0
+            if len(rows) == len(self._placed.pools[self._tier].rows) and idle:
+                break
+        if self._need > 0:
+            self._take_all()
+
+    def _open(self, rows: list[int]) -> list[int]:
+        """Return the placements that may go; half of those inside a chain stand for its end."""
+        placed, segments = self._placed, self._placed.segments
+        seen: dict[int, int] = {}
+        for place, row in enumerate(rows):
+            block = placed.block(row)
+            segment, stands = -1 - row, row
+            if block != NONE:
+                segment = placed.segment(block)
+                if place % 2 and self._inside(row):
+                    tail = int(segments.tail[segments.context[segment]])
+                    end = self._last(tail) if tail not in (NONE, segment) else NONE
+                    segment, stands = (segment, row) if end == NONE else (tail, end)
+            if segment not in seen and self._free(stands):
+                seen[segment] = stands
+        return list(seen.values())
+
+    def _inside(self, row: int) -> bool:
+        """Return whether a segment behind a placement's own has something left."""
+        block = self._placed.block(row)
+        if block == NONE:
+            return False
+        segment = self._placed.segment(block)
+        return bool(self._placed.segments.children[segment] > self._lost.get(segment, 0))
+
+    def _last(self, segment: int) -> int:
+        """Return the last placement of a segment in this tier that may go."""
+        return next((row for row in self._rows(segment) if self._free(row)), NONE)
+
+    def _free(self, row: int) -> bool:
+        view = self._view
+        return row not in self._chosen and view.state[row] == READY and not view.holds[row]
+
+    def _rows(self, segment: int) -> Iterator[int]:
+        """Go through the placements of a segment in this tier, last block first."""
+        view, placed, segments = self._view, self._placed, self._placed.segments
+        first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
+        keys = placed.keys(first, blocks)
+        heads = [view.find(keys, part).tolist() for part in placed.parts(first)]
+        for at in range(blocks - 1, -1, -1):
+            for units in heads:
+                row = view.in_tier(units[at], self._tier)
+                if row != NONE:
+                    yield row
+
+    def _take(self, one: Candidate) -> None:
+        """Do to a candidate's segment, from its end on, what is to be done."""
+        block = self._placed.block(one.row)
+        rows = iter([one.row]) if block == NONE else self._rows(self._placed.segment(block))
+        view, before = self._view, len(self.moves)
+        for row in rows:
+            if self._need <= 0:
+                break
+            if not self._free(row):
+                continue
+            if one.kind is Kind.DROP:
+                self._drop(row)
+            elif view.profile[row] == view.profile[one.row]:
+                self._choose(Move(one.kind, row, one.tier, one.profile))
+        if len(self.moves) > before:
+            self.losses.append(one.loss)
+
+    def _take_all(self) -> None:
+        """Give up what is left, deepest blocks first."""
+        placed = self._placed
+        depth = {}
+        for row in self._placed.pools[self._tier].rows:
+            block = placed.block(row)
+            depth[row] = (1, -self._view.position[row])
+            if block != NONE:
+                segment = placed.segment(block)
+                start = placed.segments.position[segment] - placed.segments.first[segment]
+                depth[row] = (0, -int(start + block))
+        for row in sorted(depth, key=depth.__getitem__):
+            if self._need <= 0:
+                return
+            if self._free(row):
+                self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        block = self._placed.block(row)
+        if block == NONE:
+            self._choose(Move(Kind.DROP, row, self._tier, 0))
+            return
+        left = self._count(block)
+        parts = len(self._placed.parts(block))
+        if left <= parts and self._behind(block):
+            return
+        if self._choose(Move(Kind.DROP, row, self._tier, 0)):
+            self._left[block] = left - 1
+            self._note_end(block)
+
+    def _choose(self, move: Move) -> bool:
+        if not lawful(self._view, move):
+            return False
+        self._chosen.add(move.row)
+        self.moves.append(move)
+        self._need -= freed(self._view, move, self._granule)
+        return True
+
+    def _count(self, block: int) -> int:
+        found = self._left.get(block)
+        return self._placed.copies(block, 1)[0] if found is None else found
+
+    def _behind(self, block: int) -> bool:
+        """Return whether anything behind a block has a placement left."""
+        segments = self._placed.segments
+        segment = self._placed.segment(block)
+        if self._lost.get(segment, 0) < segments.children[segment]:
+            return True
+        end = int(segments.first[segment] + segments.blocks[segment])
+        counts = self._placed.copies(block + 1, end - block - 1)
+        return any(
+            self._left.get(behind, count) > 0 for behind, count in enumerate(counts, block + 1)
+        )
+
+    def _note_end(self, block: int) -> None:
+        """When a segment has nothing left, the one ahead has one less behind it."""
+        segments = self._placed.segments
+        segment = self._placed.segment(block)
+        first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
+        counts = self._placed.copies(first, blocks)
+        if any(self._left.get(one, count) > 0 for one, count in enumerate(counts, first)):
+            return
+        parent = int(segments.parents(np.array([segment]))[0])
+        if parent != NONE:
+            self._lost[parent] = self._lost.get(parent, 0) + 1

@@ -1,0 +1,128 @@
+"""Steps: which sets of copies a store can come to have, as numbers and bits over `Configurations`.
+
+The table of `Configurations` is that of the replay, which can do more than a store: a store cuts a
+progressive copy where it lies, encodes an exact one again on its way down, has one copy of a unit
+in each tier, and makes nothing that the gate does not allow for the block (`lineage`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.catalog import LEAVING, Catalog
+from tierkv.codec import PROFILES, Profile
+from tierkv.cost import Rates
+from tierkv.plan import Kind
+from tierkv.policies.configurations import PLAIN, PROGRESSIVE, Configurations, Form
+
+Numbers = npt.NDArray[np.int64]
+RAM = 0
+
+
+class Steps:
+    """The sets of copies over tiers, all profiles being forms.
+
+    Attributes:
+        known: the configurations. Only the gate says which of the lossy forms may be made.
+        alone: by tier and profile number, the configuration of one copy: sets of copies are sums.
+    """
+
+    def __init__(self, rates: Sequence[Rates]) -> None:
+        forms = [
+            Form(one.name, one.ratio, one.decode_bps, float(one.lossy), one.levels > 0)
+            for one in PROFILES.values()
+        ]
+        self.known = known = Configurations(forms, rates)
+        self._tiers = len(rates)
+        names = [form.name for form in known.forms]
+        self._bit = {one.number: 1 << names.index(one.name) for one in PROFILES.values()}
+        self._profile = [PROFILES[name].number for name in names]
+        self._exact = sum(self._bit[one.number] for one in PROFILES.values() if not one.lossy)
+        self._masks: dict[int, int] = {}
+        self.alone = [
+            {one.number: known.named(tier, one.name) for one in PROFILES.values()}
+            for tier in range(self._tiers)
+        ]
+        count = len(known.seconds)
+        self._forms = np.zeros(count, np.int64)
+        self._digit = np.zeros((self._tiers, 2, count), np.int64)
+        rest = np.arange(count)
+        for slot in range(2 * self._tiers):
+            tier, family = divmod(slot, 2)
+            rest, digit = np.divmod(rest, len(known.families[family]) + 1)
+            self._digit[tier, family] = digit
+            self._forms |= np.where(digit > 0, 1 << (self._first(family) + digit - 1), 0)
+        self._double = np.logical_and.reduce(self._digit > 0, axis=1).any(axis=0)
+
+    def _first(self, family: int) -> int:
+        return len(self.known.families[PLAIN]) if family == PROGRESSIVE else 0
+
+    def there(self, view: Catalog, row: int) -> int:
+        """Return the set of copies that a placement's unit has, those being written included."""
+        number = 0
+        for copy in view.copies(view.head(view.key(row), view.part[row])):
+            if view.state[copy] != LEAVING and view.profile[copy]:
+                number += self.alone[view.tier[copy]].get(view.profile[copy], 0)
+        return number
+
+    def made(self, choice: Profile, allowed: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the profiles that a block's copies may come to have when it is put with one.
+
+        In RAM, where a copy can only be cut, and below, where an exact one is encoded on its way.
+        """
+        near, far = [choice.number], [choice.number]
+        for one in PROFILES.values():
+            if one.lossy and one.number not in allowed:
+                continue
+            if one.codec_id == choice.codec_id and 0 < one.levels < choice.levels:
+                near.append(one.number)
+                far.append(one.number)
+            elif not choice.lossy and one.segments == 1 and one.ratio > choice.ratio:
+                far.append(one.number)
+        return near, far
+
+    def barred(
+        self,
+        view: Catalog,
+        tier: int,
+        rows: list[int],
+        current: Numbers,
+        steps: Numbers,
+        kinds: set[Kind],
+    ) -> npt.NDArray[np.bool_]:
+        """Return which steps (n, steps) of placements in a tier cannot be taken."""
+        allowed = np.array([self._allowed(view, row) for row in rows])[:, None]
+        now = current[:, None]
+        barred: npt.NDArray[np.bool_] = (self._forms[steps] & ~self._forms[now] & ~allowed) != 0
+        barred |= self._double[steps]
+        plain, here = self._digit[tier, PLAIN], self._digit[tier].sum(axis=0)
+        barred |= (plain[steps] != plain[now]) & (plain[steps] > 0)
+        lower = np.zeros(steps.shape, np.bool_)
+        for other in range(tier + 1, self._tiers):
+            for digit in self._digit[other]:
+                lower |= digit[steps] != digit[now]
+        if Kind.DEMOTE not in kinds:
+            barred |= lower
+        if Kind.DOWNGRADE not in kinds:
+            barred |= ~lower & (here[steps] > 0)
+        return barred
+
+    def _allowed(self, view: Catalog, row: int) -> int:
+        """Return the forms that may be made of a placement, as bits."""
+        number = view.allowance[row]
+        mask = self._masks.get(number)
+        if mask is None:
+            lossy: Mapping[int, float] = view.allowed(row)
+            mask = self._masks[number] = self._exact | sum(self._bit[one] for one in lossy)
+        return mask
+
+    def read(self, tier: int, current: int, step: int) -> tuple[Kind, int, int]:
+        """Return what a step does: kind, tier of the result, number of its profile."""
+        for other in range(tier, self._tiers):
+            for family in (PLAIN, PROGRESSIVE):
+                digit = int(self._digit[other, family, step])
+                if digit and digit != self._digit[other, family, current]:
+                    profile = self._profile[self._first(family) + digit - 1]
+                    return (Kind.DOWNGRADE if other == tier else Kind.DEMOTE), other, profile
+        return Kind.DROP, tier, 0
