@@ -1,13 +1,15 @@
 """An engine double: schedules like vLLM, computes KV that any wrong token or block would betray.
 
 The KV of a token is a number that depends on every token before it, so after a request every value
-in its blocks is compared with what computing the whole prompt gives.
+in its blocks is compared with what computing the whole prompt gives. It may have several groups,
+whose layers share memory and block ids as vLLM's do, groups that keep only a window, and several
+ranks that each have some heads.
 """
 
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,39 +21,78 @@ from tierkv.channel import EmbeddedChannel
 from tierkv.client import Channel, Client
 from tierkv.executor import Threads
 from tierkv.identity import Identity, LayerSpec, Rope
-from tierkv.part import Part
 from tierkv_connectors.device import Device
 from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.edge import Edge
+from tierkv_connectors.vllm.group_layout import group_layouts
+from tierkv_connectors.vllm.groups import kv_groups
 from tierkv_connectors.vllm.kept import Kept, Options
-from tierkv_connectors.vllm.layout import Attention, layout_of
 from tierkv_connectors.vllm.plan import StepPlan
+from tierkv_connectors.vllm.ranks import Ranks
 from tierkv_connectors.vllm.scheduler import Scheduler
 from tierkv_connectors.vllm.worker import Worker
 
 LAYERS, HEADS, DIM = 2, 2, 4
+"""Layers of a group, heads of a layer, values of a head."""
+MOST = 1_000_003
+"""States are below, so that 16 times one and the number of a layer are exact in float32."""
 
 
-def kept_of(engine_tokens: int, tokens: int, **options: Any) -> Kept:
-    layer = LayerSpec(kv_heads=HEADS, k_dim=DIM, v_dim=DIM, rope=Rope())
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+def config_of(
+    engine_tokens: int, windows: Sequence[int | None], blocks: int = 0, heads: int = HEADS
+) -> Any:
+    """Return a config whose layers take turns in groups with these windows (None: all)."""
+    fields: dict[str, Any] = {
+        "block_size": engine_tokens, "num_kv_heads": heads, "head_size": DIM, "head_size_v": DIM,
+        "dtype": torch.float32,
+    }  # fmt: skip
+    groups = [
+        SimpleNamespace(
+            layer_names=[f"model.layers.{at * len(windows) + number}.attn" for at in range(LAYERS)],
+            kv_cache_spec=FullAttentionSpec(**fields)
+            if window is None
+            else SlidingWindowSpec(**fields, sliding_window=window),
+        )
+        for number, window in enumerate(windows)
+    ]
+    return SimpleNamespace(num_blocks=blocks, kv_cache_groups=groups)
+
+
+def kept_of(
+    engine_tokens: int,
+    tokens: int,
+    windows: Sequence[int | None] = (None,),
+    heads: int = HEADS,
+    shards: int = 1,
+    **options: Any,
+) -> Kept:
+    layers = [
+        LayerSpec(kv_heads=heads, k_dim=DIM, v_dim=DIM, rope=Rope(), window=window)
+        for window in windows
+    ]
     identity = Identity(
         model="double", weights="w", kv_dtype="fp32", tokens_per_block=tokens,
-        layers=(layer,) * LAYERS,
+        layers=tuple(layers) * LAYERS,
     )  # fmt: skip
-    return Kept(identity, Part.whole(identity), engine_tokens, Options(**options))
+    groups = kv_groups(config_of(engine_tokens, windows), identity)
+    return Kept(identity, groups, Options(**options), Ranks(shards))
 
 
 def states(tokens: Sequence[int]) -> torch.Tensor:
     """Return a number for every token that depends on all tokens up to it."""
     state, out = 1, []
     for token in tokens:
-        state = (state * 48271 + token + 1) % 16_777_213  # exact in float32
+        state = (state * 48271 + token + 1) % MOST
         out.append(state)
     return torch.tensor(out, dtype=torch.float32)
-
-
-class FullAttentionSpec(SimpleNamespace):
-    """Named as vLLM's."""
 
 
 @dataclass
@@ -63,7 +104,8 @@ class Asked:
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
     block_hashes: list[Any] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
+    """By group; 0 where a window has moved on."""
     external: int = 0
     """Tokens that were loaded."""
 
@@ -76,37 +118,71 @@ class Asked:
         self.block_hashes.append((self.cache_salt, tuple(self.all_token_ids)))
 
 
+class Rank:
+    """One worker and its memory, in which the groups' layers lie on top of each other."""
+
+    def __init__(self, kept: Kept, config: Any, device: Device, where: str) -> None:
+        self.kept, self.device = kept, device
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        self.heads = spec.num_kv_heads
+        shape = (2, config.num_blocks, spec.block_size, self.heads, DIM)
+        pages = [torch.zeros(shape, device=where) for _ in range(LAYERS)]
+        self.memory: dict[str, torch.Tensor] = {
+            name: pages[at]
+            for group in config.kv_cache_groups
+            for at, name in enumerate(group.layer_names)
+        }
+        layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+        layers: Any = dict.fromkeys(self.memory, layer)
+        self.layouts = group_layouts(kept.groups, config, self.memory, layers)
+
+    def work(self, channel: Channel, threads: Threads, edge: Edge) -> None:
+        client = Client(channel)
+        self.worker = Worker(self.kept, client, threads, self.layouts, self.device, edge)
+
+    def vectors(self, state: float, layer: int) -> torch.Tensor:
+        """Return the keys of a token: [head, dim]; the last of each says which head it is."""
+        keys = torch.full((self.heads, DIM), 16 * state + layer)
+        first = self.kept.ranks.shard * self.heads
+        keys[:, -1] = torch.arange(first, first + self.heads) + 1.0
+        return keys
+
+
 class EngineDouble:
-    """One engine with a scheduler side and a worker side, as two clients of a store."""
+    """One engine with a scheduler side and a worker side for each rank, as clients of a store."""
 
     def __init__(
         self,
         kept: Kept,
         scheduler: Channel,
-        worker: Channel,
+        *workers: Channel,
         blocks: int = 64,
         step: int = 64,
         device: Device | None = None,
         where: str = "cpu",
     ) -> None:
-        self.kept, self.tokens, self.step_tokens = kept, kept.engine_tokens, step
+        self.kept, self.tokens, self.step_tokens = kept, kept.groups[0].engine_tokens, step
         self.free = list(range(1, blocks))
-        names = [f"model.layers.{number}.attn" for number in range(LAYERS)]
-        shape = (2, blocks, self.tokens, HEADS, DIM)
-        self.memory = {name: torch.zeros(shape, device=where) for name in names}
-        spec = FullAttentionSpec(
-            block_size=self.tokens, num_kv_heads=HEADS, head_size=DIM, head_size_v=DIM,
-            dtype=torch.float32, page_size_bytes=2 * self.tokens * HEADS * DIM * 4,
-        )  # fmt: skip
-        group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-        config: Any = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
-        self.layout = layout_of(config, self.memory, Attention("FLASH_ATTN"))
+        self.patient = False
+        """Steps wait for saves: what a window has left goes to others at once here."""
+        count = 1 + max(share.engine_group for group in kept.groups for share in group.shares)
+        self.windows: list[int | None] = [None] * count
+        for group in kept.groups:
+            for share in group.shares:
+                self.windows[share.engine_group] = group.window
+        heads = kept.identity.layers[0].kv_heads // kept.ranks.shards
+        config = config_of(self.tokens, self.windows, blocks, heads)
         self.edge = Edge()
-        self.threads = Threads({"lookup": 2, "load": 1, "save": 1})
+        lanes = {f"{lane}{at}": 1 for lane in ("load", "save") for at in range(len(workers))}
+        self.threads = Threads({"lookup": 2, "load": 1, "save": 1} | lanes)
         self.scheduler = Scheduler(kept, Client(scheduler), self.threads, lambda _: {})
-        self.worker = Worker(
-            kept, Client(worker), self.threads, self.layout, device or HostDevice(), self.edge
-        )
+        self.ranks: list[Rank] = []
+        for shard, channel in enumerate(workers):
+            mine = replace(kept, ranks=kept.ranks._replace(shard=shard))
+            self.ranks.append(Rank(mine, config, device or HostDevice(), where))
+            threads: Any = self.threads if shard == 0 else _Lanes(self.threads, shard)
+            self.ranks[-1].work(channel, threads, self.edge)
+        self.worker = self.ranks[0].worker
         self._numbers = itertools.count()
 
     def ask(self, tokens: Sequence[int], **wishes: object) -> Asked:
@@ -132,29 +208,60 @@ class EngineDouble:
         while found is None:
             found = self.scheduler.matched(request, local)
             assert time.monotonic() < until
-        count = -(-request.num_tokens // self.tokens)
-        request.block_ids = [self.free.pop(0) for _ in range(count)]
-        self.fill(request, 0, local)
         request.external = found
+        self.allocate(request, local + found, local)
         self.scheduler.allocated(request, request.block_ids, found)
         self.step({})
+
+    def allocate(self, request: Asked, computed: int, local: int) -> None:
+        """Give a request blocks for all of its tokens; its own hit is filled, as far as it is kept.
+
+        A group with a window has none for the tokens that nothing behind `computed` looks back at.
+        """
+        request.block_ids = []
+        for window in self.windows:
+            count = -(-request.num_tokens // self.tokens)
+            gone = 0 if window is None else max(computed - window + 1, 0) // self.tokens
+            ids = [0] * min(gone, count)
+            request.block_ids.append(ids + [self.free.pop(0) for _ in range(count - len(ids))])
+        self.fill(request, 0, local)
 
     def wait(self, request: Asked, promised: int) -> int:
         """Return the computed tokens once a load is over: all that were promised, or fewer."""
         if not request.external:
             return promised
         until = time.monotonic() + 30
-        while request.request_id not in (names := self.worker.ended()):
+        waiting, failed, unfilled = list(self.ranks), False, set[int]()
+        while waiting:
+            for rank in list(waiting):
+                if request.request_id in rank.worker.ended():
+                    waiting.remove(rank)
+                    failed |= request.request_id in rank.worker.failed()
+                    unfilled |= rank.worker.unfilled()
             assert time.monotonic() < until, "a load was never reported"
             time.sleep(0.001)
-        unfilled = self.worker.unfilled()
-        self.scheduler.stepped(list(names), unfilled)
-        bad = [index for index, block in enumerate(request.block_ids) if block in unfilled]
+        whole = self.kept.fails_whole
+        name = request.request_id
+        lost = frozenset([name]) if failed and whole else frozenset[str]()
+        self.scheduler.stepped([name], set() if whole else unfilled, lost)
+        if lost:
+            return self.again(request)
+        bad = [] if whole else [
+            index for index, block in enumerate(request.block_ids[0]) if block in unfilled
+        ]  # fmt: skip
         computed = min([promised, *(index * self.tokens for index in bad)])
         if not computed:  # vLLM asks again, and must not be sent round in circles
             assert self.scheduler.matched(request, 0) == 0
         self.scheduler.allocated(request, request.block_ids, 0)
         return computed
+
+    def again(self, request: Asked) -> int:
+        """Give a request new blocks, as vLLM does after a load that failed as a whole."""
+        self.release(request)
+        assert self.scheduler.matched(request, 0) == 0, "it is not sent round in circles"
+        self.allocate(request, 0, 0)
+        self.scheduler.allocated(request, request.block_ids, 0)
+        return 0
 
     def compute(self, request: Asked, computed: int, new: int = 0) -> None:
         """Compute the rest in steps, then `new` tokens one by one."""
@@ -169,17 +276,34 @@ class EngineDouble:
 
     def grow(self, request: Asked) -> None:
         request.all_token_ids.append(int(states(request.all_token_ids)[-1]) % 1000)
-        if request.num_tokens > len(request.block_ids) * self.tokens:
-            request.block_ids.append(self.free.pop(0))
+        for ids in request.block_ids:
+            if request.num_tokens > len(ids) * self.tokens:
+                ids.append(self.free.pop(0))
+
+    def move_windows(self, request: Asked, computed: int) -> None:
+        """Take blocks away that no token behind `computed` looks back at, for others at once."""
+        for window, ids in zip(self.windows, request.block_ids, strict=True):
+            gone = 0 if window is None else max(computed - window + 1, 0) // self.tokens
+            for at in range(min(gone, len(ids))):
+                if ids[at]:
+                    self.free.insert(0, ids[at])
+                    ids[at] = 0
 
     def step(self, running: dict[str, tuple[Asked, int, int, bool]]) -> StepPlan:
         """Run one step of the requests (request, computed, tokens, whether it is its first)."""
+        for request, computed, _, first in running.values():
+            if not first:
+                self.move_windows(request, computed)
         plan = self.scheduler.step(self.output(running))
-        self.worker.fence(plan)
+        for rank in self.ranks:
+            rank.worker.fence(plan)
         for request, computed, count, _ in running.values():
             self.fill(request, computed, computed + count)
-        self.worker.begin_loads(plan.loads)
-        self.worker.begin_saves(plan.saves)
+        for rank in self.ranks:
+            rank.worker.begin_loads(plan.loads)
+            rank.worker.begin_saves(plan.saves)
+        if self.patient:
+            self.settle()
         if running:
             self.scheduler.stepped([], frozenset())
         return plan
@@ -187,7 +311,9 @@ class EngineDouble:
     def output(self, running: dict[str, tuple[Asked, int, int, bool]]) -> Any:
         news = [
             SimpleNamespace(
-                req_id=name, block_ids=(list(request.block_ids),), num_computed_tokens=computed
+                req_id=name,
+                block_ids=tuple(map(list, request.block_ids)),
+                num_computed_tokens=computed,
             )
             for name, (request, computed, _, first) in running.items()
             if first
@@ -203,39 +329,60 @@ class EngineDouble:
             num_scheduled_tokens={name: count for name, (_, _, count, _) in running.items()},
         )  # fmt: skip
 
-    def added(self, request: Asked, computed: int) -> tuple[list[int]] | None:
+    def added(self, request: Asked, computed: int) -> tuple[list[int], ...] | None:
         held = self.scheduler._requests.get(request.request_id)
-        known = len(held.blocks) if held is not None else computed // self.tokens
-        return (request.block_ids[known:],) if request.block_ids[known:] else None
+        known = len(held.blocks[0]) if held is not None else computed // self.tokens
+        new = tuple(ids[known:] for ids in request.block_ids)
+        return new if new[0] else None
+
+    def places(self, request: Asked, token: int) -> Iterator[tuple[int, Rank, torch.Tensor, int]]:
+        """Yield each layer's number, rank and memory for a token, and its block; 0: it has none."""
+        count = len(self.windows)
+        for rank in self.ranks:
+            for layer in range(LAYERS * count):
+                ids = request.block_ids[layer % count]
+                memory = rank.memory[f"model.layers.{layer}.attn"]
+                yield layer, rank, memory, ids[token // self.tokens]
 
     def fill(self, request: Asked, start: int, stop: int) -> None:
         """Write the KV of tokens into the request's blocks."""
-        values = states(request.all_token_ids)
+        values = states(request.all_token_ids).tolist()
         for token in range(start, stop):
-            block, at = request.block_ids[token // self.tokens], token % self.tokens
-            for layer, tensor in enumerate(self.memory.values()):
-                tensor[0, block, at] = values[token] + layer
-                tensor[1, block, at] = -values[token] - layer
+            for layer, rank, memory, block in self.places(request, token):
+                if block:
+                    keys = rank.vectors(values[token], layer)
+                    memory[:, block, token % self.tokens] = torch.stack([keys, -keys])
 
     def check(self, request: Asked) -> None:
-        """Assert that the request's KV is that of its tokens."""
-        values = states(request.all_token_ids)
+        """Assert that the request's KV is that of its tokens, wherever the next one looks."""
+        values = states(request.all_token_ids).tolist()
         for token in range(request.num_tokens):
-            block, at = request.block_ids[token // self.tokens], token % self.tokens
-            for layer, tensor in enumerate(self.memory.values()):
-                where = f"{request.request_id}: token {token} of {request.num_tokens}"
-                assert (tensor[0, block, at] == values[token] + layer).all(), where
-                assert (tensor[1, block, at] == -values[token] - layer).all(), where
+            for layer, rank, memory, block in self.places(request, token):
+                window = self.windows[layer % len(self.windows)]
+                if window is not None and token < request.num_tokens - window + 1:
+                    continue
+                where = (
+                    f"{request.request_id}: token {token} of {request.num_tokens}, layer {layer}"
+                )
+                assert block, where
+                keys = rank.vectors(values[token], layer)
+                found = memory[:, block, token % self.tokens]
+                assert torch.equal(found.cpu(), torch.stack([keys, -keys])), where
 
     def end(self, request: Asked, *, reuse: bool = True) -> None:
         """Finish a request; its blocks are the next to be given to others, or the last."""
         self.scheduler.ended(request)
-        self.free = request.block_ids + self.free if reuse else self.free + request.block_ids
+        self.release(request, reuse=reuse)
+
+    def release(self, request: Asked, *, reuse: bool = True) -> None:
+        ids = [block for group in request.block_ids for block in group if block]
+        self.free = ids + self.free if reuse else self.free + ids
 
     def settle(self) -> None:
         """Wait until no lane has anything to do."""
         until = time.monotonic() + 30
-        while any(self.threads.waiting(lane) for lane in ("lookup", "load", "save")):
+        lanes = [f"{lane}{at}" for lane in ("load", "save") for at in range(len(self.ranks))]
+        while any(self.threads.waiting(lane) for lane in ("lookup", "load", "save", *lanes)):
             assert time.monotonic() < until
             time.sleep(0.001)
 
@@ -243,11 +390,22 @@ class EngineDouble:
         self.threads.close(5.0)
 
 
+class _Lanes:
+    """The lanes of another rank."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self._threads, self._rank = threads, rank
+
+    def submit(self, lane: str, job: Any) -> None:
+        self._threads.submit(f"{lane}{self._rank}", job)
+
+
 def over(store: TierKV, kept: Kept, **options: Any) -> EngineDouble:
     """Return an engine over a store in this process."""
-    scheduler = EmbeddedChannel(store, store.host.view, 1)
-    worker = EmbeddedChannel(store, store.host.view, 2)
-    return EngineDouble(kept, scheduler, worker, **options)
+    channels = [
+        EmbeddedChannel(store, store.host.view, 1 + at) for at in range(1 + kept.ranks.shards)
+    ]
+    return EngineDouble(kept, *channels, **options)
 
 
 def prompts(seed: int, length: int) -> Iterator[list[int]]:

@@ -50,7 +50,7 @@ class Engine:
         self.config: Any = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
 
     def layout(self) -> Layout:
-        return layout_of(self.config, self.caches, self.attention)
+        return layout_of(self.config.num_blocks, self.spec, self.names, self.caches, self.attention)
 
     def do_kv_cache_update(
         self,

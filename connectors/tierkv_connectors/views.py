@@ -13,7 +13,7 @@ import torch
 
 
 class Piece(NamedTuple):
-    """Some layers and tokens of a block in an engine's memory.
+    """Some layers, tokens and heads of a block in an engine's memory.
 
     Keys and values are [layer, token, head, dim], where an engine's packing may split the token and
     dim axes further: [layer, token // 32, 32, head, dim // 2, 2] is fine.
@@ -23,6 +23,7 @@ class Piece(NamedTuple):
     tokens: slice
     keys: torch.Tensor
     values: torch.Tensor
+    heads: slice = slice(None)
 
 
 Views = Sequence[Piece]
@@ -30,9 +31,9 @@ Views = Sequence[Piece]
 
 def halves(views: Views, block: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield keys and values of every piece, each with its place in the block, of one shape."""
-    for layers, tokens, keys, values in views:
-        yield keys, block[layers, 0, tokens].view(keys.shape)
-        yield values, block[layers, 1, tokens].view(values.shape)
+    for layers, tokens, keys, values, heads in views:
+        yield keys, block[layers, 0, tokens, heads].view(keys.shape)
+        yield values, block[layers, 1, tokens, heads].view(values.shape)
 
 
 def are_whole(views: Views, block: torch.Tensor) -> bool:

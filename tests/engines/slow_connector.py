@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.vllm.connector import TierKVConnector
 from tierkv_connectors.vllm.worker import Worker
 
@@ -21,10 +22,10 @@ class SlowConnector(TierKVConnector):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         super().register_kv_caches(kv_caches)
         assert isinstance(self._worker, Worker)
-        take = self._worker._writer.take
+        take = UnitCopier.take
 
         def slow(*arguments: Any) -> Any:
             time.sleep(COPY_S)
             return take(*arguments)
 
-        self._worker._writer.take = slow  # type: ignore[assignment,method-assign]
+        UnitCopier.take = slow  # type: ignore[assignment,method-assign]

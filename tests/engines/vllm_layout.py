@@ -66,7 +66,8 @@ class Engine:
         before = self.raw.clone()
         try:
             attention = attention_of(self.layers, list(self.caches))
-            found = layout_of(self.config, self.caches, attention)
+            spec = self.config.kv_cache_groups[0].kv_cache_spec
+            found = layout_of(BLOCKS, spec, list(self.caches), self.caches, attention)
             self_test(found, self.caches, self.layers, HostDevice())
         except TierKVError as error:
             outcome = str(error)

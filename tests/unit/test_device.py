@@ -19,6 +19,7 @@ from tests.vllm_double import kept_of
 from tests.vllm_layouts import BLOCKS, MAKE, Engine, pattern
 from tierkv.codec import profile_of
 from tierkv.errors import TierKVError
+from tierkv.part import Part
 from tierkv_codecs.codec import NO_ARTIFACT
 from tierkv_connectors.device import Lane, Mark
 from tierkv_connectors.device import cuda as cuda_module
@@ -188,7 +189,7 @@ def test_units_share_scratch_memory_while_nothing_is_over_yet(
 ) -> None:
     kept, profile = kept_of(4, 16), profile_of(name)
     used = LateLane() if lane == "late" else CudaDevice(GPU).lane(kept.raw_bytes)
-    copier = UnitCopier(kept.identity, kept.part, used)
+    copier = UnitCopier(kept.identity, Part.whole(kept.identity), used)
     blocks = [torch.full(copier.shape, number, dtype=copier.dtype) for number in (1, 2, 3)]
     frames, headers = [], list[Any]()
     for block in blocks:

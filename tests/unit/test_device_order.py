@@ -75,7 +75,7 @@ class LateEngine(EngineDouble):
         then = dataclasses.replace(
             request,
             all_token_ids=list(request.all_token_ids),
-            block_ids=list(request.block_ids),
+            block_ids=[list(ids) for ids in request.block_ids],
         )
         self.late.engine.queue(lambda: super(LateEngine, self).fill(then, start, stop))
         if self.quick:
@@ -264,7 +264,7 @@ def test_an_aborted_request_s_load_is_waited_for(engine: LateEngine) -> None:
     engine.admit(request)
     engine.scheduler.ended(request)  # vLLM keeps its blocks until the load is reported
     engine.wait(request, request.external)
-    engine.free = request.block_ids + engine.free
+    engine.release(request)
     engine.run(other)
 
 

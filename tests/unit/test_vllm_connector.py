@@ -16,6 +16,7 @@ from tierkv.fidelity import Fidelity
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm import worker as worker_module
+from tierkv_connectors.vllm.groups import Span
 from tierkv_connectors.vllm.kept import block_tokens, check_device, options_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
@@ -102,9 +103,9 @@ def test_r07_nothing_is_saved_before_it_was_computed(
     """Saves are slow, blocks are given to others at once, steps go on: no wrong value is stored."""
     original = worker_module.Worker._write
 
-    def slow(self: Any, saving: Any, reservation: Any) -> Any:
+    def slow(self: Any, *arguments: Any) -> Any:
         time.sleep(0.03)
-        return original(self, saving, reservation)
+        return original(self, *arguments)
 
     monkeypatch.setattr(worker_module.Worker, "_write", slow)
     many = [tokens for tokens, _ in zip(prompts(5, 90), range(40), strict=False)]
@@ -171,7 +172,7 @@ def test_r14_looked_up_and_never_fetched(store: TierKV, engine: EngineDouble) ->
     request = engine.ask(tokens)
     engine.settle()
     assert holds(store)[0] == 1
-    engine.scheduler.allocated(request, [1] * 25, 0)  # vLLM wants nothing of it
+    engine.scheduler.allocated(request, [[1] * 25], 0)  # vLLM wants nothing of it
     assert holds(store)[0] == 0
     engine.scheduler.ended(request)
 
@@ -210,14 +211,17 @@ def test_an_answer_that_waited_too_long_is_asked_for_again(store: TierKV) -> Non
 
 def test_a_worker_that_keeps_nothing_reports_every_load() -> None:
     nothing = worker_module.NoWorker()
-    load = Load("r", 1, 0, bytes(32), bytes(32), Fidelity.EXACT, 0, (3, 4), 0.0)
+    span = Span(0, 0, 0, ((3, 4),))
+    load = Load("r", 1, 1, bytes(32), bytes(32), Fidelity.EXACT, (span,), 0.0)
     nothing.fence(StepPlan())
     nothing.begin_loads([load])
     nothing.begin_saves([Save(bytes(32), b"", Fidelity.EXACT, ())])
     assert nothing.ended() == {"r"}
     assert nothing.unfilled() == {3, 4}
+    assert nothing.failed() == {"r"}
     assert not nothing.ended()
     assert not nothing.unfilled()
+    assert not nothing.failed()
 
 
 def test_a_step_that_could_not_be_planned_stops_every_save(engine: EngineDouble) -> None:
@@ -346,7 +350,7 @@ def test_what_waits_to_load_when_the_weights_change_is_computed(
     engine.settle()
     found = engine.scheduler.matched(request, 0)
     assert found == 96
-    request.block_ids, request.external = [engine.free.pop(0) for _ in range(25)], 96
+    request.block_ids, request.external = [[engine.free.pop(0) for _ in range(25)]], 96
     engine.scheduler.allocated(request, request.block_ids, 96)
     engine.scheduler.reset()
     engine.step({})
@@ -380,7 +384,7 @@ def test_an_answer_counts_what_a_load_has_filled(engine: EngineDouble) -> None:
     engine.admit(request)
     engine.settle()
     load = engine.worker._over.pop()  # as if the third store block had been lost
-    engine.worker._over.append((load[0], request.block_ids[8:24]))
+    engine.worker._over.append((load[0], request.block_ids[0][8:24]))
     computed = engine.wait(request, request.external)
     assert computed == 32
     engine.compute(request, computed)

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from tierkv.errors import TierKVError
 from tierkv.identity import Identity
 from tierkv_connectors import transformers_identity
-from tierkv_connectors.vllm.identity import LoraNames, identity_of, layers_in_order, request_extras
+from tierkv_connectors.vllm.groups import layer_numbers
+from tierkv_connectors.vllm.identity import LoraNames, identity_of, kept_of, request_extras
+from tierkv_connectors.vllm.kept import Options
 
 BLOCK = 128
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -30,7 +32,7 @@ class FullAttentionSpec(SimpleNamespace):
     pass
 
 
-class SlidingWindowSpec(SimpleNamespace):
+class ChunkedLocalAttentionSpec(SimpleNamespace):
     pass
 
 
@@ -44,6 +46,7 @@ class MambaSpec(SimpleNamespace):
 
 def spec_of(config: Any, **changes: Any) -> FullAttentionSpec:
     fields = {
+        "block_size": 32,
         "num_kv_heads": config.num_key_value_heads,
         "head_size": config.head_dim,
         "head_size_v": config.head_dim,
@@ -81,7 +84,7 @@ def engine_of(path: Path | str, config: Any, dtype: torch.dtype = torch.float32)
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, rank=0),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(extra=extra, get_from_extra_config=extra.get),
     )
@@ -116,7 +119,7 @@ def identity(engine: SimpleNamespace, **changes: Any) -> Identity:
 def refused(engine: SimpleNamespace, cache: SimpleNamespace | None = None, **changes: Any) -> str:
     spec = spec_of(engine.model_config.hf_config, **changes)
     with pytest.raises(TierKVError) as caught:
-        identity_of(engine, cache or cache_of(spec), BLOCK)
+        kept_of(engine, cache or cache_of(spec), Options())
     return str(caught.value)
 
 
@@ -211,7 +214,7 @@ def test_fp8_kv_has_scales(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPa
         ({"kv_quant_mode": Mode.NVFP4, "dtype": torch.uint8}, "NVFP4"),
         ({"dtype": torch.uint8}, "uint8"),
         ({"dtype": torch.float64}, "float64"),
-        ({"sliding_window": 64}, "sliding"),
+        ({"sliding_window": 64}, "windows {None} in their config, and 64"),
         ({"attention_chunk_size": 64}, "chunked"),
         ({"non_causal": True}, "later tokens"),
         ({"tokens_per_state": 4}, "one state"),
@@ -228,8 +231,8 @@ def test_other_shapes_are_refused(
 
 @pytest.mark.parametrize(
     "specs",
-    [(), (MLAAttentionSpec(),), (MambaSpec(), FullAttentionSpec()), (SlidingWindowSpec(),)],
-    ids=["none", "mla", "mamba", "window"],
+    [(), (MLAAttentionSpec(),), (MambaSpec(), FullAttentionSpec()), (ChunkedLocalAttentionSpec(),)],
+    ids=["none", "mla", "mamba", "chunked"],
 )
 def test_other_groups_are_refused_by_name(engine: SimpleNamespace, specs: Any) -> None:
     said = refused(engine, cache_of(*specs))
@@ -240,7 +243,7 @@ def test_other_groups_are_refused_by_name(engine: SimpleNamespace, specs: Any) -
 @pytest.mark.parametrize(
     ("part", "name", "value", "says"),
     [
-        ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size is 2"),
+        ("parallel_config", "tensor_parallel_size", 2, "1 KV heads of 16"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode_context"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context"),
@@ -268,7 +271,7 @@ def test_other_engines_are_refused(
         ("kv_lora_rank", 64, "MLA"),
         ("num_kv_shared_layers", 1, "shares KV"),
         ("layer_types", ["full_attention", "linear_attention"], "linear_attention"),
-        ("sliding_window", 64, "sliding-window"),
+        ("sliding_window", 64, "windows {64} in their config, and None"),
         ("num_hidden_layers", 3, "3 layers, the KV cache 2"),
         ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
     ],
@@ -287,7 +290,7 @@ def test_an_id_stands_in_for_files_that_we_do_not_read(engine: SimpleNamespace) 
 
 
 def test_layers_are_taken_by_number() -> None:
-    assert layers_in_order(["m.h.1.attn", "m.h.0.attn"]) == ["m.h.0.attn", "m.h.1.attn"]
+    assert layer_numbers(["m.h.1.attn", "m.h.0.attn"]) == {"m.h.1.attn": 1, "m.h.0.attn": 0}
     for wrong in (
         ["m.h.0.attn", "m.h.0.cross"],
         ["m.h.1.attn"],
@@ -296,7 +299,7 @@ def test_layers_are_taken_by_number() -> None:
         ["m.h.0.attn", "draft.h.0.attn"],
     ):
         with pytest.raises(TierKVError, match="numbered"):
-            layers_in_order(wrong)
+            layer_numbers(wrong)
 
 
 def request(**changes: Any) -> SimpleNamespace:

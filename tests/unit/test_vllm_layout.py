@@ -113,25 +113,6 @@ def with_tensors(tensors: list[torch.Tensor], attention: Attention = FLASH) -> E
     return Engine(tensors, put_fused, attention)
 
 
-def with_names(*names: str) -> Engine:
-    engine = MAKE["cpu"]()
-    engine.caches = dict(zip(names, engine.tensors, strict=True))
-    engine.config.kv_cache_groups[0].layer_names = names
-    return engine
-
-
-def two_groups() -> Engine:
-    engine = MAKE["cpu"]()
-    engine.config.kv_cache_groups *= 2
-    return engine
-
-
-def in_host_memory() -> Engine:
-    engine = MAKE["cpu"]()
-    engine.config.kv_cache_groups[0].host_resident = True
-    return engine
-
-
 def not_registered() -> Engine:
     engine = MAKE["cpu"]()
     del engine.caches[engine.names[1]]
@@ -147,8 +128,6 @@ def of_two_blocks() -> Engine:
 REFUSED: dict[str, tuple[Callable[[], Engine], str]] = {
     "MLA": (lambda: with_spec(MLAAttentionSpec()), "kind MLAAttentionSpec"),
     "MLA shape": (lambda: with_tensors(apart(BLOCKS, TOKENS, 576)), "fits 0"),
-    "two groups": (two_groups, "2 KV cache groups"),
-    "host": (in_host_memory, "host memory"),
     "tensor missing": (not_registered, "NoneType"),
     "other dtype": (lambda: with_spec(FullAttentionSpec(dtype=torch.float16)), "its spec says"),
     "fp8": (
@@ -176,8 +155,6 @@ REFUSED: dict[str, tuple[Callable[[], Engine], str]] = {
         "arranged otherwise",
     ),
     "layers shared": (lambda: with_tensors(one_storage("LBHNC")[:1] * LAYERS), "share one"),
-    "no numbers": (lambda: with_names("a", "b", "c"), "do not say their order"),
-    "same number": (lambda: with_names("a.1", "b.1", "c.2"), "one by one"),
     "amx of fp32": (
         lambda: Engine(
             [kv.float() for kv in one_storage("LBHNC")],

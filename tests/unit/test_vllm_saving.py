@@ -90,13 +90,13 @@ def test_copies_are_paced_by_what_they_took(store: TierKV, monkeypatch: pytest.M
     engine = engine_of(store)
     took: list[float] = []
     monkeypatch.setattr(engine.worker._pace, "copied", took.append)
-    take = engine.worker._writer.take
+    take = engine.worker._shelves.own(0).writer.take
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.01)
         return take(*arguments)
 
-    monkeypatch.setattr(engine.worker._writer, "take", slow)
+    monkeypatch.setattr(engine.worker._shelves.own(0).writer, "take", slow)
     engine.run(next(prompts(4, 100)))
     engine.settle()
     assert len(took) == 6

@@ -71,15 +71,20 @@ def tables(
     """
     spans: dict[Shape, list[tuple[int, int]]] = {}
     known: dict[tuple[object, ...], Shape] = {}  # views are many, and alike but for their place
-    layer, half, token = (step * block.element_size() for step in block.stride()[:3])
+    layer, half, token, head = (step * block.element_size() for step in block.stride()[:4])
     for piece in views:
         start = at + piece.layers.start * layer + piece.tokens.start * token
+        start += (piece.heads.start or 0) * head
         for number, tensor in enumerate((piece.keys, piece.values)):
             page, address = tensor.data_ptr(), start + number * half
-            alike = tensor.shape, tensor.stride(), page % WORDS[0], address % WORDS[0]
+            alike = (
+                tensor.shape, tensor.stride(), page % WORDS[0], address % WORDS[0],
+                piece.layers.step,
+            )  # fmt: skip
             shape = known.get(alike)
             if shape is None:
-                place = block[piece.layers, number, piece.tokens].view(tensor.shape)
+                place = block[piece.layers, number, piece.tokens, piece.heads]
+                place = place.view(tensor.shape)
                 shape = known[alike] = _shape(tensor, place, address)
             spans.setdefault(shape, []).append((page, address))
     for shape, pairs in spans.items():

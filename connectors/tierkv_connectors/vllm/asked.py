@@ -18,6 +18,10 @@ class Lookup:
         self.answered = threading.Event()
         self.keys = b""
         self.reply = MISS
+        self.shards = 1
+        """Runs of heads in which the answer's blocks are stored."""
+        self.reach = 0
+        """Store blocks that KV groups without a window have, as far as is known."""
         self.until = 0.0
         """`time.monotonic` until which the answer may be used."""
         self.computed = 0
@@ -50,9 +54,12 @@ class Asked:
     """The least class that it is served, and so the class of what it computes."""
     store: bool
     keys: bytes = b""
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """By engine group; in one with a window those that the engine has given up may still stand."""
     offered: int = 0
     """Store blocks offered so far."""
+    reach: int = 0
+    """Store blocks that KV groups without a window were found to have: where others went on."""
     lookup: Lookup | None = None
     loading: int = 0
     """Number of the match that is being loaded from."""

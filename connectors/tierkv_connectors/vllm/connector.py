@@ -100,7 +100,7 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return
-        ids = blocks.get_block_ids()[0]
+        ids = blocks.get_block_ids()
         planned = self._edge.shield(
             "allocated", lambda: scheduler.allocated(request, ids, num_external_tokens), None
         )
@@ -123,7 +123,10 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
         if scheduler is not None:
             if isinstance(connector_output.kv_connector_worker_meta, Refused):
                 scheduler.refused = True
-            self._edge.shield("stepped", lambda: scheduler.stepped(received, unfilled), None)
+            failed = frozenset(getattr(connector_output, "failed_recving", None) or ())
+            self._edge.shield(
+                "stepped", lambda: scheduler.stepped(received, unfilled, failed), None
+            )
 
     def request_finished(
         self, request: "Request", block_ids: list[int]

@@ -5,6 +5,7 @@ serves its versions. An engine that loads the same files as transformers has the
 is not known to be a prefix's own plain KV is refused, saying why: the engine then runs without us.
 """
 
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from tierkv.identity import Identity, LayerSpec
 from tierkv.key import Extras
 from tierkv_connectors.identities import canonical, files_digest, layer_specs, name_model
 from tierkv_connectors.pages import DTYPE_NAMES
+from tierkv_connectors.vllm.groups import check_groups, kv_groups, layer_numbers
+from tierkv_connectors.vllm.kept import Kept, Options, block_tokens
+from tierkv_connectors.vllm.ranks import ranks_of
 
 Foreign = Any
 """An object of vLLM's own."""
 
 _PARALLEL = (
-    "tensor_parallel_size",
     "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
@@ -55,10 +58,17 @@ def identity_of(
     """
     _refuse_engine(vllm_config)
     layers = layer_specs(vllm_config.model_config.hf_text_config)
-    spec, names = _full_attention(kv_cache_config)
-    layers_in_order(names)
-    _refuse_layers(vllm_config.model_config, layers, spec, len(names))
-    kv_dtype, kv_scales = _kv_dtype(vllm_config.cache_config, spec)
+    groups = kv_cache_config.kv_cache_groups
+    check_groups(groups)
+    names = [name for group in groups for name in group.layer_names]
+    layer_numbers(names)
+    size = getattr(vllm_config.parallel_config, "tensor_parallel_size", 1)
+    for group in groups:
+        _refuse_layers(layers, group.kv_cache_spec, len(names), size)
+    kinds = {_kv_dtype(vllm_config.cache_config, group.kv_cache_spec) for group in groups}
+    if len(kinds) != 1:
+        raise invalid(f"the KV cache groups have {len(kinds)} dtypes: {sorted(kinds)}")
+    ((kv_dtype, kv_scales),) = kinds
     model, weights = _name(vllm_config, kv_dtype)
     return Identity(
         model=model,
@@ -71,19 +81,20 @@ def identity_of(
     )
 
 
-def layers_in_order(names: list[str]) -> list[str]:
-    """Return the engine's names of layers in the order of the Identity's layers.
-
-    Raises: TierKVError (invalid) unless they number the layers of one model from 0.
-    """
-    numbered: dict[int, str] = {}
-    for name in names:
-        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-        if len(numbers) == 1:
-            numbered[numbers[0]] = name
-    if sorted(numbered) != list(range(len(names))):
-        raise invalid(f"layers {', '.join(names[:3])}... are not numbered 0 to {len(names) - 1}")
-    return [numbered[number] for number in range(len(names))]
+def kept_of(vllm_config: Foreign, kv_cache_config: Foreign, options: Options) -> Kept:
+    """Return what is kept of this engine. Raises: TierKVError (invalid), saying why nothing is."""
+    groups = kv_cache_config.kv_cache_groups
+    check_groups(groups)
+    engine_tokens = lcm(*(group.kv_cache_spec.block_size for group in groups))
+    tokens = block_tokens(engine_tokens, options.tokens_per_block)
+    identity = identity_of(vllm_config, kv_cache_config, tokens)
+    ranks = ranks_of(
+        vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
+        identity.layers[0].kv_heads,
+        groups[0].kv_cache_spec.num_kv_heads,
+    )
+    return Kept(identity, kv_groups(kv_cache_config, identity), options, ranks)
 
 
 def _refuse_engine(vllm_config: Foreign) -> None:
@@ -107,39 +118,17 @@ def _refuse_engine(vllm_config: Foreign) -> None:
             raise invalid("the model attends to later tokens: its KV is not a prefix's own")
 
 
-def _full_attention(kv_cache_config: Foreign) -> tuple[Foreign, list[str]]:
-    """Return spec and layers of the one group, or refuse all else."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if kinds != ["FullAttentionSpec"]:
-        raise invalid(
-            f"the KV cache has {len(kinds)} groups ({', '.join(kinds[:8])}): only one "
-            "FullAttentionSpec is supported yet"
-        )
-    spec = groups[0].kv_cache_spec
-    if spec.sliding_window or spec.attention_chunk_size:
-        raise invalid("sliding windows and chunked attention are not supported yet")
-    if spec.non_causal:
-        raise invalid("the model attends to later tokens: its KV is not a prefix's own")
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise invalid("the KV cache holds more or less than one state for each token")
-    return spec, list(groups[0].layer_names)
-
-
-def _refuse_layers(
-    model: Foreign, layers: tuple[LayerSpec, ...], spec: Foreign, count: int
-) -> None:
+def _refuse_layers(layers: tuple[LayerSpec, ...], spec: Foreign, count: int, size: int) -> None:
     if len(layers) != count:
         raise invalid(f"the config has {len(layers)} layers, the KV cache {count}")
-    shape = (spec.num_kv_heads, spec.head_size, spec.head_size_v)
+    shape = (spec.head_size, spec.head_size_v)
     for layer in layers:
-        if (layer.kv_heads, layer.k_dim, layer.v_dim) != shape:
+        here = max(layer.kv_heads // size, 1)
+        if (here, layer.k_dim, layer.v_dim) != (spec.num_kv_heads, *shape):
             raise invalid(
-                f"the config says {layer.kv_heads} KV heads of {layer.k_dim} and {layer.v_dim}, "
-                f"the KV cache {shape[0]} of {shape[1]} and {shape[2]}"
+                f"the config says {here} KV heads of {layer.k_dim} and {layer.v_dim} for each "
+                f"worker, the KV cache {spec.num_kv_heads} of {shape[0]} and {shape[1]}"
             )
-        if layer.window is not None:
-            raise invalid(f"{model.hf_text_config.model_type} has sliding-window layers")
         if layer.rope.kind in _ANGLES_MOVE:
             raise invalid(f"{layer.rope.kind} RoPE: keys of equal tokens differ between engines")
 

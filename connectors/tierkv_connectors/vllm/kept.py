@@ -1,7 +1,7 @@
 """Kept: what both sides of the connector agree on about the KV of one engine."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -15,7 +15,12 @@ from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.identity import Identity
 from tierkv.key import Extras, root_key
 from tierkv.part import Part
+from tierkv.windows import pack
+from tierkv_codecs import CodecRegistry
+from tierkv_connectors.calibrated import codecs_with
 from tierkv_connectors.prefill import PrefillCost
+from tierkv_connectors.vllm.groups import KvGroup
+from tierkv_connectors.vllm.ranks import ALONE, Ranks, parts_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -56,6 +61,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Raw bytes that may wait to be saved; what comes on top of them is given up."""
     flush_s: Annotated[float, msgspec.Meta(ge=0.0)] = 3.0
     """Longest that an engine that ends goes on saving. vLLM kills its workers after 5 s."""
+    parallel_sizes: tuple[int, ...] = ()
+    """Tensor-parallel sizes of other engines of the model, whose blocks are looked up too."""
     experimental_cuda: bool = False
     """Keep KV that lies on a GPU: compiled and tested against its CPU twin, but not run there."""
 
@@ -119,6 +126,11 @@ def _read(where: str, found: object, kind: type[S]) -> S:
 def block_tokens(engine_tokens: int, wanted: int) -> int:
     """Return the tokens of a store block: a multiple of the engine's.
 
+    Args:
+        engine_tokens: of an engine block; where groups have blocks of several sizes, their least
+            common multiple, at which the engine's own hits end.
+        wanted: by the options; 0: the least that will do.
+
     Raises: TierKVError (invalid) when `wanted` is none.
     """
     if wanted % engine_tokens:
@@ -131,13 +143,12 @@ def block_tokens(engine_tokens: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """One engine's KV of one group, as the store names it."""
+    """One engine's KV, as the store names it."""
 
     identity: Identity
-    part: Part
-    engine_tokens: int
-    """Tokens of an engine block."""
+    groups: tuple[KvGroup, ...]
     options: Options
+    ranks: Ranks = ALONE
 
     @property
     def fidelity(self) -> Fidelity:
@@ -149,15 +160,60 @@ class Kept:
         """Tokens of a store block."""
         return self.identity.tokens_per_block
 
-    @property
-    def ratio(self) -> int:
-        """Engine blocks of a store block."""
-        return self.tokens // self.engine_tokens
+    @cached_property
+    def fails_whole(self) -> bool:
+        """Whether a load that did not fill everything has to be reported as one that failed.
+
+        vLLM finds the request of a block that was not filled, and the last token before it that
+        can be gone on from, only where one group keeps all blocks.
+        """
+        engine_groups = {share.engine_group for group in self.groups for share in group.shares}
+        return len(engine_groups) > 1 or self.groups[0].window is not None
+
+    @cached_property
+    def windows(self) -> bool:
+        """Whether some KV group is only kept inside a window."""
+        return any(group.window is not None for group in self.groups)
 
     @cached_property
     def raw_bytes(self) -> int:
-        """Raw bytes of a store block."""
-        return self.part.raw_bytes(self.identity)
+        """Raw bytes of a store block, over all KV groups and heads."""
+        return sum(
+            Part.whole(self.identity, group.number).raw_bytes(self.identity)
+            for group in self.groups
+        )
+
+    @cached_property
+    def own_bytes(self) -> int:
+        """Raw bytes of this worker's parts of a store block: the most that a save of it copies."""
+        return self.raw_bytes // self.ranks.shards
+
+    @cached_property
+    def stored_shards(self) -> tuple[int, ...]:
+        """Runs of heads in which blocks are looked up: this engine's, then those of others."""
+        heads = self.identity.layers[0].kv_heads
+        others = {min(size, heads) for size in self.options.parallel_sizes} - {self.ranks.shards}
+        return self.ranks.shards, *sorted(size for size in others if heads % size == 0)
+
+    def codecs(self) -> CodecRegistry:
+        """Return the codecs of the engine's profiles and all others that may be read.
+
+        Raises: TierKVError: the artifact cannot be read, or is not for this engine; a profile that
+            none of them has.
+        """
+        if self.options.artifact and (len(self.groups) > 1 or self.ranks.shards > 1):
+            raise invalid(
+                "an artifact is for all layers and heads at once, which no worker has here"
+            )
+        whole = Part.whole(self.identity)
+        codecs = codecs_with(self.options.artifact, self.identity, whole)
+        for name in self.options.profiles:
+            codecs.named(name)
+        return codecs
+
+    def ratio(self, group: int) -> int:
+        """Return how many engine blocks a store block of a KV group has."""
+        return self.tokens // self.groups[group].engine_tokens
 
     def fingerprint(self, epoch: int) -> bytes:
         """Return the identity's fingerprint in a later epoch: what was kept before is not found."""
@@ -175,13 +231,20 @@ class Kept:
         fidelity: Fidelity,
         deadline_s: float,
         cost: PrefillCost,
+        shards: int,
     ) -> MatchCall:
-        """Return the question for a chain at a class."""
+        """Return the question for a chain at a class, as stored in so many runs of heads."""
+        parts = [
+            (part, group.blocks_needed(self.tokens))
+            for group in self.groups
+            for part in parts_of(self.identity, group.number, shards)
+        ]
+        windows = [blocks for _, blocks in parts]
         return MatchCall(
             namespace=self.options.namespace,
             fingerprint=fingerprint,
             keys=keys,
-            parts=self.part.pack(),
+            parts=b"".join(part.pack() for part, _ in parts),
             fidelity=fidelity,
             position=0,
             tokens_per_block=self.tokens,
@@ -189,20 +252,46 @@ class Kept:
             linear=cost.linear,
             quadratic=cost.quadratic,
             deadline_s=deadline_s,
+            windows=pack(windows) if any(windows) else b"",
+        )
+
+    def claim_call(
+        self, fingerprint: bytes, keys: bytes, fidelity: Fidelity, parts: Sequence[Part]
+    ) -> MatchCall:
+        """Return the question again for the units that a worker fetches of somebody's match."""
+        return MatchCall(
+            namespace=self.options.namespace,
+            fingerprint=fingerprint,
+            keys=keys,
+            parts=b"".join(part.pack() for part in parts),
+            fidelity=fidelity,
+            position=0,
+            tokens_per_block=self.tokens,
+            raw_bytes=self.raw_bytes,
         )
 
     def put_call(
-        self, fingerprint: bytes, keys: bytes, fidelity: Fidelity, artifacts: tuple[bytes, ...]
+        self,
+        fingerprint: bytes,
+        keys: bytes,
+        fidelity: Fidelity,
+        artifacts: tuple[bytes, ...],
+        group: int,
+        start: int,
     ) -> PutCall:
-        """Return the offer of a chain that was computed on a prefix of a class."""
+        """Return the offer of this worker's part of a run that was computed on a prefix of a class.
+
+        `keys` are those of the blocks from `start` on, which is 0 but for KV groups with a window.
+        """
+        part = self.ranks.own(self.identity, group)
         return PutCall(
             namespace=self.options.namespace,
             fingerprint=fingerprint,
             keys=keys,
-            parts=self.part.pack(),
-            raw_bytes=self.raw_bytes.to_bytes(8, "little"),
+            parts=part.pack(),
+            raw_bytes=part.raw_bytes(self.identity).to_bytes(8, "little"),
             fidelity=fidelity,
-            position=0,
+            position=start * self.tokens,
             tokens_per_block=self.tokens,
             profiles=self.options.profiles,
             family=self.identity.family,

@@ -16,7 +16,6 @@ When all layers lie in one storage at one distance (vLLM 0.32 and later), a bloc
 layers at once; else layer by layer.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -37,20 +36,6 @@ class Spec(Protocol):
     dtype: torch.dtype
 
 
-class Group(Protocol):
-    """Layers that share block ids."""
-
-    layer_names: Sequence[str]
-    kv_cache_spec: Spec
-
-
-class Config(Protocol):
-    """What of vLLM's KVCacheConfig is read here."""
-
-    num_blocks: int
-    kv_cache_groups: Sequence[Group]
-
-
 class Attention(NamedTuple):
     """What decides how a block is packed: vLLM's name of the attention and its instruction set."""
 
@@ -59,9 +44,9 @@ class Attention(NamedTuple):
 
 
 class Layout:
-    """Where the KV of a block is, for all layers of a group.
+    """Where the KV of a block is, for layers that share block ids.
 
-    `layer_names` are in the order of the model, which is the order of the layers in a block.
+    `layer_names` are in the order of the layers in a block.
     """
 
     def __init__(
@@ -219,40 +204,29 @@ _ARRANGEMENTS: dict[Attention, Sequence[_Arrangement]] = {
 
 
 def layout_of(
-    config: Config, kv_caches: Mapping[str, torch.Tensor], attention: Attention
+    blocks: int,
+    spec: Spec,
+    names: Sequence[str],
+    kv_caches: Mapping[str, torch.Tensor],
+    attention: Attention,
 ) -> Layout:
-    """Return the layout of the only group of a config, in the tensors that vLLM registered.
+    """Return the layout of some layers of one group, in the tensors that vLLM registered.
+
+    Args:
+        blocks: how many the engine has.
+        spec: of the group.
+        names: of the layers, in their order in a block.
+        kv_caches: vLLM's tensors by layer.
+        attention: of these layers.
 
     Raises: TierKVError (invalid) saying why there is none.
     """
-    group = _group(config)
-    names = _in_model_order(group.layer_names)
-    tensors = [_tensor(kv_caches, name, group.kv_cache_spec) for name in names]
+    tensors = [_tensor(kv_caches, name, spec) for name in names]
     _check_alike(names, tensors)
-    geometry = _geometry(config, group.kv_cache_spec)
+    geometry = _geometry(blocks, spec)
     arrangement, geometry = _arrangement(attention, tensors[0], geometry)
     halves = [arrangement.halves(tensor, geometry) for tensor in tensors]
     return Layout(names, geometry, arrangement.axes.index("row"), _stacks(halves))
-
-
-def _group(config: Config) -> Group:
-    if len(config.kv_cache_groups) != 1:
-        raise invalid(f"{len(config.kv_cache_groups)} KV cache groups: only one is supported yet")
-    group = config.kv_cache_groups[0]
-    if getattr(group, "host_resident", False):
-        raise invalid("the KV cache group lives in host memory: not supported")
-    return group
-
-
-def _in_model_order(names: Sequence[str]) -> list[str]:
-    """Sort names like model.layers.12.self_attn.attn by their only number."""
-    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
-    if any(len(found) != 1 for found in numbers):
-        raise invalid(f"the names of the layers do not say their order: {list(names)}")
-    by_number = {int(found[0]): name for found, name in zip(numbers, names, strict=True)}
-    if len(by_number) != len(names) or not names:
-        raise invalid(f"the layers are not numbered one by one: {list(names)}")
-    return [by_number[number] for number in sorted(by_number)]
 
 
 def _tensor(kv_caches: Mapping[str, object], name: str, spec: Spec) -> torch.Tensor:
@@ -277,10 +251,10 @@ def _check_alike(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         raise invalid("layers share one KV cache: not supported yet")
 
 
-def _geometry(config: Config, spec: Spec) -> _Geometry:
+def _geometry(blocks: int, spec: Spec) -> _Geometry:
     kind = type(spec).__name__
-    if kind != "FullAttentionSpec":
-        raise invalid(f"KV of kind {kind}: only full attention is supported yet")
+    if kind not in {"FullAttentionSpec", "SlidingWindowSpec"}:
+        raise invalid(f"KV of kind {kind}: only plain attention is supported yet")
     name = DTYPE_NAMES.get(spec.dtype)
     if name is None or name.startswith("fp8"):
         raise invalid(f"a KV cache of {spec.dtype} is not supported yet")
@@ -295,9 +269,7 @@ def _geometry(config: Config, spec: Spec) -> _Geometry:
         found = getattr(spec, field, None)
         if found not in (None, value):
             raise invalid(f"KV with {field} {found} instead of {value} is not supported yet")
-    return _Geometry(
-        config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype
-    )
+    return _Geometry(blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
 
 
 def _arrangement(

@@ -7,39 +7,44 @@ each holds a whole number of engine blocks.
 from dataclasses import dataclass
 
 from tierkv.fidelity import Fidelity
+from tierkv_connectors.vllm.groups import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill engine blocks of one request from a leased match."""
+    """Fill engine blocks of one request from a leased match; no spans: report that it failed."""
 
     request: str
     match: int
-    start: int
-    """First store block."""
+    shards: int
+    """Runs of heads in which the matched blocks are stored."""
     fingerprint: bytes
     """Of the identity that the keys belong to."""
     keys: bytes
-    """Of the store blocks, n x 32."""
+    """Of the chain's store blocks from its first one on, n x 32."""
     fidelity: Fidelity
-    skip: int
-    """Engine blocks of the first store block that the engine holds already."""
-    blocks: tuple[int, ...]
-    """Engine blocks to fill, in order."""
+    spans: tuple[Span, ...]
+    """What is to be filled, by KV group; each span ends where the keys do."""
     deadline: float
     """`time.monotonic`, which all processes of a machine share; no copy begins after it."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Engine blocks to fill."""
+        return tuple(block for span in self.spans for block in span.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Offer the sealed store blocks of a chain from its first one on."""
+    """Offer sealed store blocks of a chain."""
 
     fingerprint: bytes
     keys: bytes
+    """Of the chain's store blocks from its first one on, n x 32."""
     fidelity: Fidelity
     """Class of the prefix that they were computed on."""
-    blocks: tuple[int, ...]
-    """Engine blocks that hold them, in order."""
+    spans: tuple[Span, ...]
+    """What is offered: whole store blocks of KV groups."""
     fresh: int = 0
     """Store blocks of these that were not offered before."""
 

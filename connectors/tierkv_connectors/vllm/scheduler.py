@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from tierkv.calls import MAX_UNITS, MatchReply
 from tierkv.client import MISS, Client
-from tierkv.errors import TierKVError
+from tierkv.errors import TierKVError, invalid
 from tierkv.executor import Executor
 from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.key import KEY_BYTES, Extras, chain_keys
@@ -26,6 +26,7 @@ from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.vllm.asked import Asked, Lookup
 from tierkv_connectors.vllm.engine import Output, Request
+from tierkv_connectors.vllm.groups import BlockIds, Span, spans_to_fill, spans_to_offer
 from tierkv_connectors.vllm.kept import Kept, wishes_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
@@ -64,6 +65,12 @@ class Scheduler:
         """What is wrong with the wishes of requests, by their ids."""
         self._requests: dict[str, Asked] = {}
         self._loads: list[Load] = []
+        self._sizes = {
+            share.engine_group: group.engine_tokens
+            for group in kept.groups
+            for share in group.shares
+        }
+        """Tokens of an engine block by engine group."""
         self._prefill: tuple[int, int, float] | None = None
         """Position, tokens and start of a step that does nothing but prefill one request."""
 
@@ -118,9 +125,11 @@ class Scheduler:
             self._forget(held)
             self._look(held)
             return None
+        held.reach = max(held.reach, lookup.reach)
         blocks = min(lookup.reply.blocks, (request.num_tokens - 1) // self._kept.tokens)
         external = blocks * self._kept.tokens - computed
-        if external <= 0:
+        # Windows are those before the answer's end, and no other.
+        if external <= 0 or (self._kept.windows and blocks < lookup.reply.blocks):
             return 0
         if not self._pays(lookup.reply):
             self.counters["loads_declined"] += 1
@@ -128,71 +137,80 @@ class Scheduler:
         lookup.computed = computed
         return external
 
-    def allocated(self, request: Request, blocks: Sequence[int], external: int) -> bool:
+    def allocated(self, request: Request, blocks: BlockIds, external: int) -> bool:
         """Plan the load of `external` tokens into a request's engine blocks; 0: none is wanted.
 
         Returns: whether a load was planned.
+        Raises: TierKVError (invalid) when the blocks are not what was promised.
         """
         held = self._requests.get(request.request_id)
         if held is None or held.loading:
             return False
-        held.blocks = list(blocks)
+        held.blocks = [list(ids) for ids in blocks]
         lookup = held.lookup
         if lookup is not None and lookup.answered.is_set():
             held.keys = max(held.keys, lookup.keys, key=len)
         if lookup is None or not lookup.reply.match or not external:
             self._forget(held)
             return False
+        kept, stop = self._kept, lookup.computed + external
+        if stop % kept.tokens:
+            raise invalid(f"a load of {stop} tokens does not end between two blocks")
+        load = Load(
+            request=request.request_id,
+            match=lookup.reply.match,
+            shards=lookup.shards,
+            fingerprint=held.fingerprint,
+            keys=lookup.keys[: stop // kept.tokens * KEY_BYTES],
+            fidelity=held.fidelity,
+            spans=spans_to_fill(kept.groups, kept.tokens, blocks, lookup.computed, stop),
+            deadline=time.monotonic() + kept.options.deadline_s,
+        )
         held.lookup = None
-        kept, first = self._kept, lookup.computed
-        start, stop = first // kept.tokens, -(-(first + external) // kept.tokens)
         held.loading = lookup.reply.match
         held.sources = tokens_by_tier(lookup.reply.sources, external, kept.tokens)
-        wanted = blocks[first // kept.engine_tokens : (first + external) // kept.engine_tokens]
-        held.filling = tuple(wanted)
-        self._loads.append(
-            Load(
-                request=request.request_id,
-                match=lookup.reply.match,
-                start=start,
-                fingerprint=held.fingerprint,
-                keys=lookup.keys[start * KEY_BYTES : stop * KEY_BYTES],
-                fidelity=held.fidelity,
-                skip=(first - start * kept.tokens) // kept.engine_tokens,
-                blocks=tuple(wanted),
-                deadline=time.monotonic() + kept.options.deadline_s,
-            )
-        )
+        held.filling = load.blocks
+        self._loads.append(load)
         return True
 
-    def fail(self, request: Request, blocks: Sequence[int]) -> None:
+    def fail(self, request: Request, blocks: BlockIds) -> None:
         """Let a load that was promised and could not be planned be reported as not filled."""
-        nothing = Load(
-            request.request_id, 0, 0, b"", b"", self._kept.fidelity, 0, tuple(blocks), 0.0
+        self._forget_of(request)
+        nothing = Span(0, 0, 0, (tuple(blocks[0]),))
+        self._loads.append(
+            Load(request.request_id, 0, 1, b"", b"", self._kept.fidelity, (nothing,), 0.0)
         )
-        self._loads.append(nothing)
+
+    def _forget_of(self, request: Request) -> None:
+        """Look nothing up for a request any more: what it was promised cannot be given."""
+        held = self._requests.get(request.request_id)
+        if held is not None:
+            self._forget(held)
+            held.failed = True
 
     def step(self, output: Output) -> StepPlan:
         """Return what the worker side is to do beside a step."""
         saves: list[Save] = []
         overwritten: set[int] = set()
-        size = self._kept.engine_tokens
         for new in output.scheduled_new_reqs:
             held = self._requests.get(new.req_id)
-            blocks = list(new.block_ids[0])
-            overwritten.update(blocks[new.num_computed_tokens // size :])
+            overwritten.update(self._behind(new.block_ids, new.num_computed_tokens))
             if held is not None:
-                held.blocks = blocks
+                held.blocks = [list(ids) for ids in new.block_ids]
                 self._save(held, new.num_computed_tokens, output, saves)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             held = self._requests.get(name)
             computed, new_ids = cached.num_computed_tokens[index], cached.new_block_ids[index]
-            more = list(new_ids[0]) if new_ids else []
             resumed = name in cached.resumed_req_ids
-            overwritten.update(more[computed // size :] if resumed else more)
+            if new_ids:
+                overwritten.update(self._behind(new_ids, computed if resumed else 0))
             if held is not None:
-                held.blocks = more if resumed else held.blocks + more
+                if new_ids and resumed:
+                    held.blocks = [list(ids) for ids in new_ids]
+                elif new_ids:
+                    for ids, more in zip(held.blocks, new_ids, strict=True):
+                        ids.extend(more)
                 self._save(held, computed, output, saves)
         loads, self._loads = tuple(self._loads), []
         for load in loads:
@@ -200,16 +218,29 @@ class Scheduler:
         self._note_prefill(output)
         return StepPlan(loads, tuple(saves), frozenset(overwritten))
 
-    def stepped(self, received: Iterable[str], unfilled: AbstractSet[int]) -> None:
+    def _behind(self, blocks: BlockIds, computed: int) -> Iterator[int]:
+        """Go through the engine blocks of all groups behind the computed tokens."""
+        for group, ids in enumerate(blocks):
+            yield from ids[computed // self._sizes[group] :]
+
+    def stepped(
+        self,
+        received: Iterable[str],
+        unfilled: AbstractSet[int],
+        failed: AbstractSet[str] = frozenset(),
+    ) -> None:
         """Hear that a step has ended.
 
         Args:
             received: requests whose loads are over.
             unfilled: engine blocks that loads did not fill.
+            failed: requests whose loads are worth nothing, of engines where these count as a whole.
         """
         if unfilled:
             for one in self._requests.values():
-                one.unfilled(unfilled, self._kept.engine_tokens)
+                one.unfilled(unfilled, self._sizes[0])
+        for name in failed & self._requests.keys():
+            self._requests[name].failed, self._requests[name].sources = True, {}
         if self._prefill is not None:
             position, tokens, start = self._prefill
             self.cost.observe(position, tokens, time.monotonic() - start)
@@ -277,16 +308,29 @@ class Scheduler:
         deadline_s, reply = self._kept.options.deadline_s, MISS
         try:
             lookup.keys = keys = self._extended(held, known)
-            usable = min((held.request.num_tokens - 1) // self._kept.tokens, MAX_UNITS)
+            usable = (held.request.num_tokens - 1) // self._kept.tokens
             asked = keys[: usable * KEY_BYTES]
-            call = self._kept.match_call(
-                held.fingerprint, asked, held.fidelity, deadline_s, self.cost
-            )
-            reply = self._client.match(call)
-            if reply.pending:
-                reply = self._client.wait(reply.match, deadline_s)
+            until = time.monotonic() + deadline_s
+            for shards in self._kept.stored_shards:
+                found = self._match(held, asked, until, shards)
+                lookup.reach = max(lookup.reach, found.reach)
+                if found.blocks > reply.blocks:
+                    found, reply, lookup.shards = reply, found, shards
+                self._client.release(found.match)
+                if reply.blocks == usable:
+                    break
         finally:
             self._client.release(lookup.answer(reply, time.monotonic() + deadline_s * FRESH))
+
+    def _match(self, held: Asked, keys: bytes, until: float, shards: int) -> MatchReply:
+        """Ask for a chain as stored in so many runs of heads; waits for what is below RAM."""
+        most = MAX_UNITS // (shards * len(self._kept.groups))
+        left_s = max(until - time.monotonic(), 0.0)
+        call = self._kept.match_call(
+            held.fingerprint, keys[: most * KEY_BYTES], held.fidelity, left_s, self.cost, shards
+        )
+        reply = self._client.match(call)
+        return self._client.wait(reply.match, left_s) if reply.pending else reply
 
     def _extended(self, held: Asked, keys: bytes) -> bytes:
         """Return the keys of all full blocks of a request, of which the first are known."""
@@ -316,16 +360,15 @@ class Scheduler:
         if not held.store or sealed <= held.offered:
             return
         held.keys = self._extended(held, held.keys)
+        # Where others went on another way, more will: a hit may end there too from now on. And the
+        # same prompt again leaves a token to compute, so one of whole blocks ends a block earlier.
+        again = (len(held.request.all_token_ids) - 1) // kept.tokens
+        ends = sorted({end for end in (held.reach, again) if held.offered < end < sealed})
+        spans = spans_to_offer(kept.groups, kept.tokens, held.blocks, [*ends, sealed], computed)
         fresh, held.offered = sealed - held.offered, sealed
-        saves.append(
-            Save(
-                fingerprint=held.fingerprint,
-                keys=held.keys[: sealed * KEY_BYTES],
-                fidelity=held.fidelity,
-                blocks=tuple(held.blocks[: sealed * kept.ratio]),
-                fresh=fresh,
-            )
-        )
+        if spans:
+            keys = held.keys[: sealed * KEY_BYTES]
+            saves.append(Save(held.fingerprint, keys, held.fidelity, spans, fresh))
 
     def _note_prefill(self, output: Output) -> None:
         """Learn what computing costs from steps that do nothing else for one request."""

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from tierkv.client import Client
-from tierkv.errors import TierKVError
+from tierkv.errors import TierKVError, invalid
 from tierkv.executor import Threads
-from tierkv.part import Part
 from tierkv.settings import Settings, client_socket, load
 from tierkv_connectors.device import Device
 from tierkv_connectors.device.host import HostDevice
 from tierkv_connectors.edge import Edge
 from tierkv_connectors.private import PrivateSidecar, private_socket
 from tierkv_connectors.sidecar import SidecarChannel
-from tierkv_connectors.vllm.identity import identity_of
-from tierkv_connectors.vllm.kept import Kept, block_tokens, check_device, engine_name, options_of
+from tierkv_connectors.vllm.identity import kept_of
+from tierkv_connectors.vllm.kept import Kept, check_device, engine_name, options_of
 from tierkv_connectors.vllm.scheduler import Scheduler
 from tierkv_connectors.vllm.stats import Fresh, PromMetrics, Stats
 from tierkv_connectors.vllm.worker import NoWorker, Worker
@@ -63,13 +62,16 @@ class Setup(KVConnectorBase_V1):
         """Return what is kept of this engine, None when it cannot be and the log says why."""
         try:
             check_device(vllm_config.device_config.device_type, self._options)
-            engine_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            tokens = block_tokens(engine_tokens, self._options.tokens_per_block)
-            identity = identity_of(vllm_config, kv_cache_config, tokens)
+            kept = kept_of(vllm_config, kv_cache_config, self._options)
+            if kept.fails_whole and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+                raise invalid(
+                    "the KV cache has windows or several groups, and this vLLM cannot be told that "
+                    "a load of them failed: 0.30 can, or set disable_hybrid_kv_cache_manager"
+                )
         except TierKVError as error:
             _log.error("tierkv keeps nothing of this engine: %s", error)
             return None
-        return Kept(identity, Part.whole(identity), engine_tokens, self._options)
+        return kept
 
     def _settings(self) -> Settings:
         return load(self._options.settings) if self._options.settings else Settings()

@@ -19,13 +19,13 @@ from tierkv.key import KEY_BYTES
 from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_connectors.device import Device, Mark
 from tierkv_connectors.edge import Edge
-from tierkv_connectors.pages import UnitCopier
-from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.vllm.cores import leave_computing_cores
+from tierkv_connectors.vllm.group_layout import GroupLayout
+from tierkv_connectors.vllm.groups import Span
 from tierkv_connectors.vllm.kept import Kept
-from tierkv_connectors.vllm.layout import Layout
 from tierkv_connectors.vllm.pace import Pace
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+from tierkv_connectors.vllm.shelves import Shelf, Shelves
 
 
 class _Saving:
@@ -36,7 +36,7 @@ class _Saving:
         self.mark = mark
         self.guard = threading.Lock()
         """Held while the copy of a block is begun."""
-        self.left = set(save.blocks)
+        self.left = {block for span in save.spans for block in span.ids}
         self.lost: set[int] = set()
 
     def give_up(self, blocks: AbstractSet[int] | None) -> bool:
@@ -45,6 +45,12 @@ class _Saving:
             hit = self.left if blocks is None else self.left & blocks
             self.lost |= hit
             return bool(hit)
+
+    def need(self, number: int, blocks: set[int]) -> None:
+        """Note that of a span, the spans before which have been read, only these are to be read."""
+        with self.guard:
+            later = self.save.spans[number + 1 :]
+            self.left = blocks.union(*(span.ids for span in later))
 
 
 class _Reports:
@@ -55,6 +61,7 @@ class _Reports:
         self._over: deque[tuple[str, Sequence[int]]] = deque()
         """Loads that are over, by any outcome, with the engine blocks that were not filled."""
         self._unfilled: set[int] = set()
+        self._failed: set[str] = set()
 
     def ended(self) -> set[str]:
         """Return the requests whose loads are over since the last call."""
@@ -63,6 +70,13 @@ class _Reports:
             name, unfilled = self._over.popleft()
             names.add(name)
             self._unfilled.update(unfilled)
+            if unfilled:
+                self._failed.add(name)
+        return names
+
+    def failed(self) -> set[str]:
+        """Return those of the `ended` whose loads did not fill everything, since the last call."""
+        names, self._failed = self._failed, set()
         return names
 
     def unfilled(self) -> set[int]:
@@ -95,7 +109,7 @@ class Worker(_Reports):
         kept: the engine's KV.
         client: of the sidecar, with its arena.
         executor: has lanes "load" and "save" of one thread each.
-        layout: of the engine's registered tensors.
+        layouts: of the engine's registered tensors, by KV group.
         device: where they are.
         edge: counts what goes wrong.
         codecs: that have the engine's profiles, and all others that may be read.
@@ -106,7 +120,7 @@ class Worker(_Reports):
         kept: Kept,
         client: Client,
         executor: Executor,
-        layout: Layout,
+        layouts: Sequence[GroupLayout],
         device: Device,
         edge: Edge,
         codecs: CodecRegistry = CODECS,
@@ -115,12 +129,10 @@ class Worker(_Reports):
         self._kept = kept
         self._client = client
         self._executor = executor
-        self._layout = layout
         self._edge = edge
         self._device = device
         self._in, self._out = device.lane(kept.raw_bytes), device.lane(kept.raw_bytes)
-        self._reader = UnitCopier(kept.identity, kept.part, self._in, codecs)
-        self._writer = UnitCopier(kept.identity, kept.part, self._out, codecs)
+        self._shelves = Shelves(kept, layouts, self._in, self._out, codecs)
         self._artifacts = tuple(codecs.named(name).artifact for name in kept.options.profiles)
         self._saving: list[_Saving] = []
         self._pace = Pace(kept.options.save_share, kept.options.save_queue_bytes)
@@ -153,7 +165,7 @@ class Worker(_Reports):
     def begin_saves(self, saves: Sequence[Save]) -> None:
         """Queue saves of what the engine's last step has written, or has queued to be written."""
         self._pace.step_ends()
-        if saves:
+        if saves and self._kept.ranks.writes:
             self._edge.shield("save", lambda: self._queue_saves(saves), None)
 
     def flush(self, deadline_s: float) -> None:
@@ -172,7 +184,7 @@ class Worker(_Reports):
     def _queue_saves(self, saves: Sequence[Save]) -> None:
         mark = self._device.mark()
         for save in saves:
-            if not self._pace.admit(save.fresh * self._kept.raw_bytes):
+            if not self._pace.admit(save.fresh * self._kept.own_bytes):
                 self.counters["saves_dropped"] += 1
                 continue
             saving = _Saving(save, mark)
@@ -180,84 +192,113 @@ class Worker(_Reports):
             self._executor.submit("save", partial(self._save, saving))
 
     def _load(self, load: Load, mark: Mark) -> None:
-        filled = 0
+        blocks, filled = load.blocks, 0
         try:
             filled = self._edge.shield("load", lambda: self._fill(load, mark), 0)
         finally:
-            self.counters["loads_failed"] += filled < len(load.blocks)
-            self._over.append((load.request, load.blocks[filled:]))
+            self.counters["loads_failed"] += filled < len(blocks)
+            self._over.append((load.request, blocks[filled:]))
 
     def _fill(self, load: Load, mark: Mark) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
-        call = self._kept.match_call(load.fingerprint, load.keys, load.fidelity, 0.0, PrefillCost())
         if time.monotonic() > load.deadline:
             self.counters["loads_late"] += 1
             return 0
-        transfer = self._client.claim(load.match, load.start, call)
+        filled = 0
+        for span in load.spans:
+            more = self._fill_span(load, span, mark)
+            filled += more
+            if more < sum(map(len, span.blocks)):
+                break
+        return filled
+
+    def _fill_span(self, load: Load, span: Span, mark: Mark) -> int:
+        """Return how many engine blocks of a span are filled.
+
+        It is all of them or, where a span has one share, some of the first.
+        """
+        shelves = self._shelves.over(span.group, load.shards)
+        keys = load.keys[span.start * KEY_BYTES :]
+        parts = [shelf.part for shelf in shelves]
+        call = self._kept.claim_call(load.fingerprint, keys, load.fidelity, parts)
+        transfer = self._client.claim(load.match, span.start, call)
         if transfer is None:
             return 0
         with transfer:
             try:
                 self._in.after(mark)
-                read = self._read(transfer, load)
+                read = self._read(transfer, load, span, shelves)
             finally:
                 self._in.wait()  # what was begun still reads the arena, and writes to pages
-            sound = transfer.intact(read)
-            assert sound <= len(call.keys) // KEY_BYTES
-            return min(max(sound * self._kept.ratio - load.skip, 0), len(load.blocks))
+            sound = transfer.intact(read) // len(shelves)
+            assert sound <= len(keys) // KEY_BYTES
+            done = max(sound * self._kept.ratio(span.group) - span.skip, 0)
+            return sum(min(done, len(ids)) for ids in span.blocks)
 
-    def _read(self, transfer: Transfer, load: Load) -> int:
-        """Begin to copy store blocks, up to one that cannot be; returns how many."""
-        ratio, read = self._kept.ratio, 0
-        for number, header in enumerate(transfer.headers()):
-            first = max(number * ratio - load.skip, 0)
-            blocks = load.blocks[first : (number + 1) * ratio - load.skip]
-            views = self._layout.views(blocks, load.skip if number == 0 else 0)
+    def _read(self, transfer: Transfer, load: Load, span: Span, shelves: Sequence[Shelf]) -> int:
+        """Begin to copy units, up to one that cannot be; returns how many."""
+        ratio, read = self._kept.ratio(span.group), 0
+        for unit, header in enumerate(transfer.headers()):
+            number, shelf = unit // len(shelves), shelves[unit % len(shelves)]
+            first, last = max(number * ratio - span.skip, 0), (number + 1) * ratio - span.skip
+            blocks = [ids[first:last] for ids in span.blocks]
             late = time.monotonic() > load.deadline
             self.counters["loads_late"] += late
-            if late or not self._reader.read(transfer, number, header, views):
+            views = shelf.views(blocks, span.skip if number == 0 else 0)
+            if late or not shelf.reader.read(transfer, unit, header, views):
                 break
-            read = number + 1
+            read = unit + 1
         return read
 
     def _save(self, saving: _Saving) -> None:
         self._edge.shield("save", lambda: self._offer(saving), None)
         saving.left = set()
-        self._pace.left(saving.save.fresh * self._kept.raw_bytes)
+        self._pace.left(saving.save.fresh * self._kept.own_bytes)
 
     def _offer(self, saving: _Saving) -> None:
-        reservation = self._client.put(
-            self._kept.put_call(
-                saving.save.fingerprint, saving.save.keys, saving.save.fidelity, self._artifacts
+        save = saving.save
+        for number, span in enumerate(save.spans):
+            stop = span.start + len(span.blocks[0]) // self._kept.ratio(span.group)
+            reservation = self._client.put(
+                self._kept.put_call(
+                    save.fingerprint,
+                    save.keys[span.start * KEY_BYTES : stop * KEY_BYTES],
+                    save.fidelity,
+                    self._artifacts,
+                    span.group,
+                    span.start,
+                )
             )
-        )
-        if reservation is None:
-            return
-        try:
-            self._out.after(saving.mark)
-            units = self._write(saving, reservation)
-            self.counters["saved_blocks"] += reservation.commit_written(units)
-        finally:
-            self._out.wait()  # what was begun still writes to the reservation
-            reservation.abort()
+            if reservation is None:
+                continue
+            try:
+                self._out.after(saving.mark)
+                units = self._write(saving, number, reservation)
+                self.counters["saved_blocks"] += reservation.commit_written(units)
+            finally:
+                self._out.wait()  # what was begun still writes to the reservation
+                reservation.abort()
 
-    def _write(self, saving: _Saving, reservation: Reservation) -> list[Written]:
+    def _write(self, saving: _Saving, number: int, reservation: Reservation) -> list[Written]:
         """Return what was written of a reservation's units, nothing from the first lost one on."""
-        profiles, ratio = reservation.profiles, self._kept.ratio
-        tokens = self._kept.identity.tokens_per_block
+        span = saving.save.spans[number]
+        profiles, ratio = reservation.profiles, self._kept.ratio(span.group)
+        shelf, tokens = self._shelves.own(span.group), self._kept.tokens
         units = [GIVEN_UP] * len(reservation.units)
-        wanted = [saving.save.blocks[unit * ratio :][:ratio] for unit in reservation.units]
-        with saving.guard:
-            saving.left = set().union(*wanted)
+        wanted = [
+            [ids[unit * ratio :][:ratio] for ids in span.blocks] for unit in reservation.units
+        ]
+        saving.need(number, {block for ids in wanted for one in ids for block in one})
         for index, blocks in enumerate(wanted):
             started = time.monotonic()
+            mine = {block for ids in blocks for block in ids}
             with saving.guard:
-                if saving.lost.intersection(blocks):
+                if not saving.lost.isdisjoint(mine):
                     break
                 pieces = reservation.payload(index)
-                block = self._writer.take(self._layout.views(blocks), profiles, pieces)
-                saving.left.difference_update(blocks)
-            position = reservation.units[index] * tokens
-            units[index] = self._writer.encode(block, profiles, pieces, position)
+                block = shelf.writer.take(shelf.views(blocks), profiles, pieces)
+                saving.left -= mine
+            position = (span.start + reservation.units[index]) * tokens
+            units[index] = shelf.writer.encode(block, profiles, pieces, position)
             self._pace.copied(time.monotonic() - started)
         return units

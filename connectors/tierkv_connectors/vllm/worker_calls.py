@@ -13,12 +13,11 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 
 from tierkv.errors import TierKVError
 from tierkv.executor import Threads
-from tierkv_connectors.calibrated import codecs_with
 from tierkv_connectors.device.cuda import CudaDevice
 from tierkv_connectors.device.host import HostDevice
-from tierkv_connectors.vllm.layout import layout_of
+from tierkv_connectors.vllm.group_layout import group_layouts
 from tierkv_connectors.vllm.plan import StepPlan
-from tierkv_connectors.vllm.selftest import attention_of, self_test
+from tierkv_connectors.vllm.selftest import self_test
 from tierkv_connectors.vllm.setup import Setup
 from tierkv_connectors.vllm.stats import Refused
 from tierkv_connectors.vllm.worker import NoWorker, Worker
@@ -26,6 +25,7 @@ from tierkv_connectors.vllm.worker import NoWorker, Worker
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorHandshakeMetadata,
+        KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
     )
 
@@ -51,21 +51,19 @@ class WorkerCalls(Setup):
             return
         try:
             layers = self._vllm_config.compilation_config.static_forward_context
-            attention = attention_of(layers, list(kv_caches))
-            layout = layout_of(self._kv_cache_config, kv_caches, attention)
-            cuda = layout.device.type == "cuda"
-            self._device = CudaDevice(layout.device) if cuda else HostDevice()
-            self_test(layout, kv_caches, layers, self._device)
-            codecs = codecs_with(self._options.artifact, self._kept.identity, self._kept.part)
-            for name in self._options.profiles:
-                codecs.named(name)
+            layouts = group_layouts(self._kept.groups, self._kv_cache_config, kv_caches, layers)
+            where = layouts[0].layouts[0].device
+            self._device = CudaDevice(where) if where.type == "cuda" else HostDevice()
+            for layout in (one for group in layouts for one in group.layouts):
+                self_test(layout, kv_caches, layers, self._device)
+            codecs = self._kept.codecs()
         except TierKVError as error:
             _log.error("tierkv keeps nothing of this engine: %s", error)
             return
         self._client = self._connect(arena=True)
         self._threads = Threads({"load": 1, "save": 1})
         self._worker = Worker(
-            self._kept, self._client, self._threads, layout, self._device, self._edge, codecs
+            self._kept, self._client, self._threads, layouts, self._device, self._edge, codecs
         )
         _log.info("tierkv keeps blocks of %d tokens of this engine", self._kept.tokens)
 
@@ -121,10 +119,22 @@ class WorkerCalls(Setup):
         del finished_req_ids
         return None, self._worker.ended()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        """Report the requests whose loads are over, and which of these failed as a whole.
+
+        Asked by versions that know; the others have no engines where a load fails as a whole.
+        """
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._worker.failed()
+        if self._kept is not None and self._kept.fails_whole:
+            results.failed_recving = failed
+        return results
+
     def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
         """Let the scheduler side know when nothing can be kept here."""
         return Refused() if isinstance(self._worker, NoWorker) else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Report the blocks that loads did not fill."""
-        return self._worker.unfilled()
+        """Report the blocks that loads did not fill, unless these fail as a whole."""
+        unfilled = self._worker.unfilled()
+        return set() if self._kept is not None and self._kept.fails_whole else unfilled
