@@ -119,6 +119,12 @@ class FakeStore:
     def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
         done({"holds": {"matches": len(self.holds)}, "counters": {"own": 1}})
 
+    def policy(self, owner: int, call: calls.PolicyCall) -> calls.PolicyReply:
+        return calls.PolicyReply(name=call.name or "lru")
+
+    def explain(self, owner: int, call: calls.ExplainCall) -> dict[str, Any]:
+        return {"key": call.key.hex(), "policy": "lru", "because": "it is a fake"}
+
     def tick(self) -> float:
         return 0.05
 

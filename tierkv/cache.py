@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from tierkv import calls
+from tierkv import calls, explain
 from tierkv.answers import Answers
-from tierkv.catalog import READY
+from tierkv.catalog import LEAVING, READY, WRITING
 from tierkv.clock import Clock
 from tierkv.executor import Executor, Threads
 from tierkv.gate import Gate
@@ -31,6 +31,7 @@ from tierkv.matches import Matches
 from tierkv.moves import Moves
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
+from tierkv.policies.choice import policy_for, resolve
 from tierkv.puts import Puts
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
@@ -217,6 +218,36 @@ class TierKV:
                 self._health.probe(lambda problems: answer(found(problems)))
             else:
                 answer(found({}))
+
+    def policy(self, owner: int, call: calls.PolicyCall) -> calls.PolicyReply:
+        """Change the policy, or only say which one decides. Raises: TierKVError (invalid).
+
+        Another policy learns of what is there as at a start: not who used it, heads before tails.
+        """
+        del owner
+        store = self._store
+        with store.lock:
+            if call.name and resolve(call.name, store.offers.gate) != store.policy.name:
+                tiers = [store.host, *(low.tier for low in store.lower)]
+                policy = policy_for(call.name, store.offers.gate, store.rates(), tiers)
+                for tier in range(len(tiers)):
+                    rows = store.catalog.select(tier, WRITING, READY, LEAVING)
+                    order = np.argsort(store.catalog.column("position")[rows], kind="stable")
+                    policy.found(store.catalog, array("i", rows[order].tobytes()))
+                store.policy = policy
+            return calls.PolicyReply(name=store.policy.name)
+
+    def explain(self, owner: int, call: calls.ExplainCall) -> dict[str, Any]:
+        """Say why a block is where it is. Raises: TierKVError (invalid): the key is none."""
+        del owner
+        store = self._store
+        with store.lock:
+            told = (
+                explain.explain(store.catalog, store.policy, call.key)
+                if call.key
+                else explain.explain_last_drop(store.policy)
+            )
+            return explain.to_wire(told)
 
     def tick(self) -> float:
         """End what is past its deadline."""

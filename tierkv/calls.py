@@ -260,6 +260,24 @@ class StatCall(Call, frozen=True, tag="stat"):
     probe: bool = False
 
 
+class PolicyCall(Call, frozen=True, tag="policy"):
+    """Let another policy decide from now on: a value of `[store] policy`; empty only asks."""
+
+    name: str = ""
+
+
+class PolicyReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The policy that decides now."""
+
+    name: str
+
+
+class ExplainCall(Call, frozen=True, tag="explain"):
+    """Ask why a block is where it is; without a key, why the last drop was made."""
+
+    key: bytes = b""
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Answer to commit and abort: units that became visible."""
 
@@ -280,4 +298,6 @@ AnyCall = (
     | FlushCall
     | ClearCall
     | StatCall
+    | PolicyCall
+    | ExplainCall
 )

@@ -147,6 +147,11 @@ class Catalog:
         """Return the count of rows, those that are free included."""
         return len(self._units)
 
+    @property
+    def parts(self) -> int:
+        """How many parts have a number."""
+        return len(self._part_list)
+
     def part_number(self, part: Part) -> int:
         """Return the number that columns hold for a part."""
         number = self._parts.get(part)

@@ -47,6 +47,8 @@ class EmbeddedChannel:
             calls.PutCall: control.put,
             calls.CommitCall: control.commit,
             calls.AbortCall: control.abort,
+            calls.PolicyCall: control.policy,
+            calls.ExplainCall: control.explain,
         }
         self._deferred: dict[type[calls.Call], Callable[[Any, Callable[[Any], None]], None]] = {
             calls.WaitCall: lambda call, done: control.wait(owner, call, done),

@@ -51,6 +51,12 @@ class Control(Protocol):
     def stat(self, call: calls.StatCall, done: Callable[[dict[str, Any]], None]) -> None:
         """Answer with counters and tiers."""
 
+    def policy(self, owner: int, call: calls.PolicyCall) -> calls.PolicyReply:
+        """Change the policy, or only say which one decides."""
+
+    def explain(self, owner: int, call: calls.ExplainCall) -> dict[str, Any]:
+        """Say why a block is where it is, or why the last drop was made."""
+
     def tick(self) -> float:
         """End what is past its deadline; returns seconds until the next deadline (at most 1)."""
 

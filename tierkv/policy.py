@@ -13,6 +13,7 @@ from typing import Protocol
 from tierkv.catalog import Catalog, Rows
 from tierkv.codec import Profile
 from tierkv.cost import Rates
+from tierkv.explain import Explainer
 from tierkv.plan import Move
 from tierkv.use import Use
 
@@ -52,7 +53,7 @@ class Reclaimer(Protocol):
         """
 
 
-class ServicePolicy(Policy, Reclaimer, Protocol):
+class ServicePolicy(Policy, Reclaimer, Explainer, Protocol):
     """A policy for chains and logs: no victim has descendants (touched with it) that stay."""
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:

@@ -50,6 +50,8 @@ REPLIES: dict[type[calls.Call], msgspec.msgpack.Decoder[Any]] = {
     calls.FlushCall: msgspec.msgpack.Decoder(calls.FlushReply),
     calls.ClearCall: msgspec.msgpack.Decoder(calls.ClearReply),
     calls.StatCall: msgspec.msgpack.Decoder(dict[str, Any]),
+    calls.PolicyCall: msgspec.msgpack.Decoder(calls.PolicyReply),
+    calls.ExplainCall: msgspec.msgpack.Decoder(dict[str, Any]),
 }
 """A reply's decoder by the type of its call; release has none."""
 

@@ -1,4 +1,4 @@
-"""Command line: `tierkv serve`, `stat`, `eval`, `calibrate`, `replay`, `advise` and `demo`.
+"""Command line: `tierkv serve`, `stat`, `policy`, `explain`, `eval`, `calibrate`, `replay`...
 
 For people by default, `--json` for programs. What the caller must change is one line on standard
 error and exit 2. Imports wait until a command needs them, so that `tierkv --help` is quick.
@@ -27,6 +27,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Socket = Annotated[
+    Path | None,
+    typer.Option("--socket", "-s", help="The sidecar's socket; else TIERKV_SOCKET, else yours."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -68,12 +72,7 @@ def serve(
 def stat(
     *,
     as_json: Json = False,
-    socket: Annotated[
-        Path | None,
-        typer.Option(
-            "--socket", "-s", help="The sidecar's socket; else TIERKV_SOCKET, else yours."
-        ),
-    ] = None,
+    socket: Socket = None,
 ) -> None:
     """Show tiers, traffic, rates over a second, queues and refusals of a running sidecar."""
     import msgspec
@@ -111,6 +110,36 @@ def stat(
         from rich.console import Console
 
         show.show(after, rates, Console())
+
+
+@app.command()
+def policy(
+    name: Annotated[
+        str, typer.Argument(help="auto, lru or evicpress; without one: show what decides now.")
+    ] = "",
+    *,
+    socket: Socket = None,
+) -> None:
+    """Change what keeps, compresses, moves and drops in a running sidecar, until it ends."""
+    from tierkv_service import ask
+
+    raise typer.Exit(ask.policy(name, socket))
+
+
+@app.command()
+def explain(
+    key: Annotated[str, typer.Argument(help="Of a block, 64 hex digits.")] = "",
+    *,
+    last_drop: Annotated[
+        bool, typer.Option("--last-drop", help="Why the last block was given up for room.")
+    ] = False,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Say why a block is where it is, in numbers."""
+    from tierkv_service import ask
+
+    raise typer.Exit(ask.tell(key, socket, last_drop=last_drop, as_json=as_json))
 
 
 @app.command(name="eval")

@@ -78,6 +78,8 @@ class Server:
             calls.PutCall: control.put,
             calls.CommitCall: control.commit,
             calls.AbortCall: control.abort,
+            calls.PolicyCall: control.policy,
+            calls.ExplainCall: control.explain,
         }
         self._deferred: dict[type[calls.Call], Callable[[int, Any, Callable[[Any], None]], None]]
         self._deferred = {

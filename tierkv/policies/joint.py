@@ -21,10 +21,12 @@ from tierkv.calls import PIN_S
 from tierkv.catalog import NONE, Catalog, Rows
 from tierkv.codec import RAW, Profile
 from tierkv.cost import Rates
+from tierkv.explain import Dropped, Terms
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
 from tierkv.policies.search import Candidate, Search
 from tierkv.policies.steps import RAM, Steps
+from tierkv.policies.telling import Facts, tell
 from tierkv.policies.worth import gains, losses
 from tierkv.use import Use
 
@@ -82,6 +84,8 @@ class Joint:
         self._picked: tuple[Profile, Sequence[Profile]] = RAW, ()
         self._worth: dict[int, float] = {}
         self._sessions: dict[str, int] = {}
+        self._given: Facts | None = None
+        """Of the last drop."""
 
     # what is told
 
@@ -217,6 +221,9 @@ class Joint:
         search = self._search(view, tier, need)
         search.run(lambda rows, inside: self._judge(view, tier, rows, inside, kinds))
         self._pressed[tier] = self._uses
+        drop = next((move for move in search.moves if move.kind is Kind.DROP), None)
+        if drop is not None:
+            self._given = self._facts(view, drop.row)
         lost = [max(loss, 0.0) for loss in search.losses if loss < PINNED]
         if lost:
             fade = (1 - MEMORY) ** len(lost)
@@ -235,7 +242,8 @@ class Joint:
         current = np.array([self.steps.there(view, row) for row in rows])
         steps = self.known.relief(tier, current)
         loss = self._losses(tier, rows, current, steps)
-        loss[self.steps.barred(view, tier, rows, current, steps, kinds)] = np.inf
+        allowed = np.array([self.steps.allowed(view, row) for row in rows])
+        loss[self.steps.barred(tier, allowed, current, steps, kinds)] = np.inf
         loss[(steps == 0) & np.array(inside)[:, None]] = np.inf
         best = loss.argmin(axis=1)
         found = []
@@ -271,6 +279,32 @@ class Joint:
     def _dense(self) -> float:
         segments = self.placed.segments
         return float(segments.density[: max(segments.count, 1)][-256:].mean())
+
+    def terms(self, view: Catalog, row: int) -> Terms:
+        """Say what a placement's block earns as it is, and what each other step would leave."""
+        return tell(self.steps, self._facts(view, row))
+
+    @property
+    def last_drop(self) -> Dropped | None:
+        """The last placement that was given up for room."""
+        if self._given is None:
+            return None
+        given = self._given
+        name = given.tiers[given.tier]
+        return Dropped(given.key, name, given.nbytes, tell(self.steps, given))
+
+    def _facts(self, view: Catalog, row: int) -> Facts:
+        segments, block = self.placed.segments, self.placed.block(row)
+        rate, density, pinned = self._value([row])
+        raw = 0.0
+        if block != NONE:
+            segment = self.placed.segment(block)
+            raw = float(segments.nbytes[segment] / segments.blocks[segment])
+        return Facts(
+            view.key(row), view.tiers, view.tier[row], view.allocated[row],
+            self.steps.there(view, row), self.steps.allowed(view, row), float(rate[0]),
+            float(density[0]), bool(pinned[0]), raw, self._behind(row), self.price.copy(),
+        )  # fmt: skip
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return which rows earn more than KEEP_FROM of what the tier has."""
@@ -313,8 +347,9 @@ class Joint:
         rate, density, pinned = self._value(list(rows))
         behind = np.array([self._behind(row) for row in rows])
         worth = rate * density * (1 + behind) + pinned * PINNED
-        known = [self._worth.get(row, float(value)) for row, value in zip(rows, worth, strict=True)]
-        order = np.argsort(known, kind="stable").tolist()
+        if all(row in self._worth for row in rows):  # of a region that was just looked at
+            worth = np.array([self._worth[row] for row in rows])
+        order = np.argsort(worth, kind="stable").tolist()
         return [rows[at] for at in order]
 
     def _rest(self, view: Catalog, tier: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from tierkv.catalog import READY, Catalog, Rows
 from tierkv.codec import Profile
 from tierkv.cost import Rates
+from tierkv.explain import Dropped, Terms
 from tierkv.plan import Move, drops
 from tierkv.use import Use
 
@@ -59,6 +60,7 @@ class Lru:
         self._stamp = array("q")
         self._next = 1
         self._queues = [_Queue() for _ in range(tiers)]
+        self.last_drop: Dropped | None = None
 
     def touched(self, view: Catalog, rows: Rows) -> None:
         """Stamp a chain from tail to head."""
@@ -144,7 +146,24 @@ class Lru:
     def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
         """Drop the oldest: what is worth keeping lower down was written there behind its put."""
         del at_once
-        return drops(view, self.victims(view, tier, need))
+        rows = self.victims(view, tier, need)
+        if rows:
+            row, name = rows[-1], view.tiers[tier]
+            self.last_drop = Dropped(
+                view.key(row), name, view.allocated[row], self.terms(view, row)
+            )
+        return drops(view, rows)
+
+    def terms(self, view: Catalog, row: int) -> Terms:
+        """Say how many uses ago it was touched, and how many of the tier's others were later."""
+        stamp = self._stamp[row] if row < len(self._stamp) else 0
+        since = float(self._next - stamp)
+        because = "lru gives up what was used longest ago, the tail of a chain before its head"
+        numbers = {
+            "touches_since": since,
+            "placements_of_tier": float(view.count[view.tier[row]][READY]),
+        }
+        return Terms(because, numbers)
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return the rows used more lately than KEEP_FROM of the tier's queue."""

@@ -83,16 +83,13 @@ class Steps:
         return near, far
 
     def barred(
-        self,
-        view: Catalog,
-        tier: int,
-        rows: list[int],
-        current: Numbers,
-        steps: Numbers,
-        kinds: set[Kind],
+        self, tier: int, allowed: Numbers, current: Numbers, steps: Numbers, kinds: set[Kind]
     ) -> npt.NDArray[np.bool_]:
-        """Return which steps (n, steps) of placements in a tier cannot be taken."""
-        allowed = np.array([self._allowed(view, row) for row in rows])[:, None]
+        """Return which steps (n, steps) of placements in a tier cannot be taken.
+
+        `allowed` (n,): forms that may be made, as bits, see there.
+        """
+        allowed = allowed[:, None]
         now = current[:, None]
         barred: npt.NDArray[np.bool_] = (self._forms[steps] & ~self._forms[now] & ~allowed) != 0
         barred |= self._double[steps]
@@ -108,7 +105,7 @@ class Steps:
             barred |= ~lower & (here[steps] > 0)
         return barred
 
-    def _allowed(self, view: Catalog, row: int) -> int:
+    def allowed(self, view: Catalog, row: int) -> int:
         """Return the forms that may be made of a placement, as bits."""
         number = view.allowance[row]
         mask = self._masks.get(number)
@@ -126,3 +123,12 @@ class Steps:
                     profile = self._profile[self._first(family) + digit - 1]
                     return (Kind.DOWNGRADE if other == tier else Kind.DEMOTE), other, profile
         return Kind.DROP, tier, 0
+
+    def say(self, tiers: Sequence[str], number: int) -> str:
+        """Return a set of copies for people."""
+        found = []
+        for tier, name in enumerate(tiers):
+            for forms, digits in zip(self.known.families, self._digit[tier], strict=True):
+                if digits[number]:
+                    found.append(f"{forms[digits[number] - 1].name} in {name}")
+        return " + ".join(found) or "no copy"
