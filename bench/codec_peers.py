@@ -201,7 +201,39 @@ def tierkv_core() -> Iterator[Candidate]:
     yield lossy("tierkv-core (PyPI) int8", encode, decode, len)
 
 
-OPTIONAL = (zipnn, lz4, isal, zlib_ng, blosc2, lifeboat, pyturboquant_cpu, tierkv_core)
+def lmcache() -> Iterator[Candidate]:
+    """Yield LMCache's CacheGen, with the bins that it has for models of 7 and 8 billion weights."""
+    basics, encoder, decoder = (
+        importlib.import_module(f"lmcache.storage_backend.serde.cachegen_{name}")
+        for name in ("basics", "encoder", "decoder")
+    )
+
+    def bins(layers: int, fine: int) -> torch.Tensor:
+        return torch.where(torch.arange(layers) < fine, 32.0, 16.0)
+
+    def encode(values: torch.Tensor) -> bytes:
+        layers, _, _, tokens, _ = values.shape
+        sides = bins(layers, 10), bins(layers, 2)
+        kv = values.transpose(2, 3).contiguous()
+        return bytes(encoder.encode_function(kv, None, *sides, tokens).to_bytes())
+
+    def decode(code: bytes) -> torch.Tensor:
+        found = basics.CacheGenGPUEncoderOutput.from_bytes(code)
+        layers, tokens, _ = found.max_tensors_key.shape
+        room = torch.zeros((tokens, found.cdf.shape[0] * found.cdf.shape[1]), dtype=torch.uint8)
+        coded = decoder.decode_function_gpu(found.cdf, found.data_chunks, layers, tokens, room)
+        scales = found.max_tensors_key, found.max_tensors_value
+        sides = [
+            decoder.do_dequantize(side, bins(layers, fine), scale)
+            for side, fine, scale in zip(coded, (10, 2), scales, strict=True)
+        ]
+        whole = torch.stack(sides, 1).view(layers, 2, tokens, found.num_heads, found.head_size)
+        return whole.transpose(2, 3)
+
+    yield lossy("LMCache CacheGen", encode, decode, len)
+
+
+OPTIONAL = (zipnn, lz4, isal, zlib_ng, blosc2, lifeboat, pyturboquant_cpu, tierkv_core, lmcache)
 
 
 def peers() -> tuple[list[Candidate], list[str]]:

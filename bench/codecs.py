@@ -8,9 +8,9 @@ slows all of them; the table gives the median over the rounds and the quartiles.
 L2 norms of keys, of values, and of softmax(q K^T / sqrt(dim)) V with the block's last 64 keys as
 stand-in queries. What quality costs answers is measured by `tierkv eval`, not here.
 
-Libraries that are not installed are shown as absent; they are:
-
-    pip install zipnn lz4 isal zlib-ng blosc2 lifeboat-cache pyturboquant-cpu tierkv-core
+Libraries that are not installed are shown as absent. `bench/peers.sh lmcache codecs` makes an
+environment that has them all; its Python (`~/.cache/tierkv/peers/codecs/bin/python`) then runs
+this. LMCache's KIVI is none: it gives back its input.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the environments of the peers, outside the repository: bench/peers.sh [lmcache] [mooncake]
-# Default: both, under ~/.cache/tierkv/peers (TIERKV_PEERS names another place). They borrow torch and
+# Make the environments of the peers, outside the repository: bench/peers.sh [lmcache] [mooncake] [codecs]
+# Default: all, under ~/.cache/tierkv/peers (TIERKV_PEERS names another place). They borrow torch and
 # numpy from .venv through a .pth file; what an absent one would have measured is skipped, visibly.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,11 +37,21 @@ mooncake() {
   "$root/mooncake/bin/pip" install -q 'mooncake-transfer-engine-non-cuda==0.3.13.post1'
 }
 
-for peer in "${@:-lmcache mooncake}"; do
+codecs() { # of bench.codecs; LMCache's too, where its environment is there
+  environment codecs
+  local site="$root/codecs/lib/python3.*/site-packages" name
+  # shellcheck disable=SC2086 # a pattern
+  ls -d "$root"/lmcache/lib/python3.*/site-packages >>"$(echo $site)/zz_tierkv.pth" || true
+  for name in zipnn lz4 isal zlib-ng blosc2 lifeboat-cache pyturboquant-cpu tierkv-core; do
+    "$root/codecs/bin/pip" install -q "$name" || echo "no $name here" >&2
+  done
+}
+
+for peer in "${@:-lmcache mooncake codecs}"; do
   for one in $peer; do
     case "$one" in
-      lmcache | mooncake) "$one" && echo "$one: $root/$one" ;;
-      *) echo "usage: bench/peers.sh [lmcache] [mooncake]" >&2; exit 2 ;;
+      lmcache | mooncake | codecs) "$one" && echo "$one: $root/$one" ;;
+      *) echo "usage: bench/peers.sh [lmcache] [mooncake] [codecs]" >&2; exit 2 ;;
     esac
   done
 done

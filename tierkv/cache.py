@@ -23,8 +23,7 @@ from tierkv.answers import Answers
 from tierkv.catalog import LEAVING, READY, WRITING
 from tierkv.clock import Clock
 from tierkv.executor import Executor, Threads
-from tierkv.gate import Gate
-from tierkv.gate import load as load_gate
+from tierkv.gate import Gate, named
 from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
@@ -83,9 +82,14 @@ class TierKV:
         self._grow()
 
     @classmethod
-    def open(cls, settings: Settings) -> Self:
-        """Build the tiers of the settings and the store over them. Raises: TierKVError."""
-        gate = load_gate(settings.store.gate) if settings.store.gate else None
+    def open(cls, settings: Settings, gate: Gate | None = None) -> Self:
+        """Build the tiers of the settings and the store over them. Raises: TierKVError.
+
+        Args:
+            settings: of all.
+            gate: that they name, where it was read before.
+        """
+        gate = gate or named(settings.store.gate)
         lower: list[DurableTier] = []
         lanes = {"control": 2, "grow": 1, "host-probe": 1}
         if settings.nvme is not None:

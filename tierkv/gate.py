@@ -218,17 +218,23 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def load(path: str | Path) -> Gate:
     """Read a gate file. Raises: TierKVError: it cannot be read, or says what cannot be."""
+    fix = "make it with `tierkv eval --out` a new folder; without [store] gate all is lossless"
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise unavailable(f"cannot read the gate file {path}: {error.strerror}") from error
+        raise unavailable(f"cannot read the gate file {path}: {error.strerror}: {fix}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise invalid(f"{path} is larger than {MAX_FILE_BYTES} bytes: is it a gate file?")
+        raise invalid(f"{path} has more than {MAX_FILE_BYTES} bytes: is it a gate file? {fix}")
     try:
         return parse(data)
     except TierKVError as error:
-        raise invalid(f"{path}: {error}") from error
+        raise invalid(f"{path}: {error}: {fix}") from error
+
+
+def named(path: str) -> Gate | None:
+    """Read the gate file that settings name, none where they name none. Raises: as `load`."""
+    return load(path) if path else None
 
 
 def parse(data: bytes) -> Gate:

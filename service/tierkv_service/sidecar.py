@@ -21,6 +21,7 @@ import msgspec
 from tierkv.cache import TierKV
 from tierkv.control import Control
 from tierkv.errors import TierKVError, unavailable
+from tierkv.gate import named
 from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
 from tierkv_connectors.private import Order
 from tierkv_service import http
@@ -52,6 +53,7 @@ def run(settings: Settings, *, parent: int = 0) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     path = socket_path(settings)
+    gate = named(settings.store.gate)  # a broken one ends it before anything starts
     with contextlib.ExitStack() as ends:
         locks = Locks(path, settings.socket)
         ends.callback(locks.close)
@@ -60,7 +62,7 @@ def run(settings: Settings, *, parent: int = 0) -> int:
         if settings.http.enabled:
             pages = Pages(settings.http, path)
             ends.callback(pages.stop)
-        store = TierKV.open(settings)
+        store = TierKV.open(settings, gate)
         ends.callback(store.close, settings.store.grace_s)
         serve(store, store.host, locks, settings.socket, parent=parent, pages=pages)
     return 0

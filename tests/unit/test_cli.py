@@ -126,6 +126,26 @@ def test_an_error_is_one_line(arguments: tuple[str, ...], expected: str, tmp_pat
     assert expected in line
 
 
+@pytest.mark.parametrize("text", [None, "{", '{"format": "tierkv.gate", "version": 9}'])
+def test_a_broken_gate_ends_serve_before_anything_starts(text: str | None, tmp_path: Path) -> None:
+    path, folder = tmp_path / "tierkv.toml", tmp_path / "run"
+    folder.mkdir()
+    if text is not None:
+        (tmp_path / "gate.json").write_text(text)
+    path.write_text(
+        f'[socket]\npath = "{folder}/s.sock"\n[nvme]\npath = "{folder}/nvme"\nsize = "64MiB"\n'
+        f'[store]\ngate = "{tmp_path}/gate.json"\n'
+    )
+    command = [*TIERKV, "serve", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("tierkv: ")
+    for part in (f"{tmp_path}/gate.json", "tierkv eval --out", "without [store] gate"):
+        assert part in line
+    assert list(folder.iterdir()) == [], "neither socket nor lock nor disk"
+
+
 def test_a_missing_extra_is_one_line() -> None:
     program = (
         "import sys; sys.modules['msgspec'] = None; sys.argv = ['tierkv', 'stat']\n"

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tests.lab_models import LAYERS, tiny_llama
+from tests.lab_models import LAYERS, tiny_gemma, tiny_llama
 from tierkv import gate
 from tierkv.errors import TierKVError
 from tierkv_codecs.lab.evaluate import SUITES, Suite
@@ -157,6 +157,27 @@ def test_profiles_of_an_artifact(model: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path / "other", seed=1)
     done = run("--model", other, "--out", out, *named)
     assert "was calibrated for" in str(done.exception)
+
+
+def test_a_model_of_sliding_windows_is_gated_and_kvtc_says_why_not(tmp_path: Path) -> None:
+    """A Gemma 3 but for its size: one KV head of 256, two RoPE bases, five windows to one."""
+    folder, out = tiny_gemma(tmp_path / "model", layers=6, head_dim=256), tmp_path / "out"
+    call = ["calibrate", "--model", folder, "--out", tmp_path / "a.kvtc", "--tokens", 2048]
+    done = CliRunner().invoke(cli.app, [*map(str, call)])
+    assert isinstance(done.exception, TierKVError)
+    assert "gemma3_text has 2 KV groups" in str(done.exception)
+    assert "use int8 or int4 for this one" in str(done.exception)
+    assert not (tmp_path / "a.kvtc").exists()
+    named = ("--profiles", "lossless,int8,int4", "--context", 256, "--tokens-per-block", 64)
+    done = run("--model", folder, "--out", out, "--json", *named)
+    assert done.exit_code == 0, done.output
+    rows = {row["profile"]: row for row in json.loads(done.stdout) if row["domain"] == "prose"}
+    assert rows["lossless"]["kl_mean"] == 0
+    assert 0 < rows["int8"]["kl_mean"] < rows["int4"]["kl_mean"]
+    assert rows["int4"]["ratio_payload"] > 3
+    assert rows["int4"]["fallback"] == "", "its RoPE is known, layer by layer"
+    entries = gate.load(out / "gate.json").entries
+    assert [entry.profile for entry in entries] == ["int8", "int4"]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
-from tests.lab_models import byte_tokenizer, tiny_llama
+from tests.lab_models import WINDOW, tiny_gemma, tiny_llama
 from tierkv.errors import TierKVError
 from tierkv_codecs import CODECS
 from tierkv_codecs.lab.evaluate import Suite, evaluate
@@ -15,32 +15,6 @@ from tierkv_codecs.lab.subject import LayerKv
 from tierkv_codecs.lab.texts import evaluation_texts
 from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
-
-WINDOW = 48
-
-
-def tiny_gemma(folder: Path) -> Path:
-    """Write a Gemma 3: sliding windows beside full attention, two RoPE bases, one KV head."""
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    Gemma3ForCausalLM(config).eval().save_pretrained(folder)
-    byte_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(params=["llama", "gemma"])
