@@ -133,7 +133,7 @@ def test_a_broken_gate_ends_serve_before_anything_starts(text: str | None, tmp_p
     if text is not None:
         (tmp_path / "gate.json").write_text(text)
     path.write_text(
-        f'[socket]\npath = "{folder}/s.sock"\n[nvme]\npath = "{folder}/nvme"\nsize = "64MiB"\n'
+        f'[socket]\npath = "{folder}/s.sock"\n[nvme]\npath = "{folder}/nvme"\nsize = "256MiB"\n'
         f'[store]\ngate = "{tmp_path}/gate.json"\n'
     )
     command = [*TIERKV, "serve", "--config", str(path)]
