@@ -103,6 +103,7 @@ class Asked:
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
+    mm_features: list[Any] = field(default_factory=list)
     block_hashes: list[Any] = field(default_factory=list)
     block_ids: list[list[int]] = field(default_factory=list)
     """By group; 0 where a window has moved on."""

@@ -10,6 +10,7 @@ WINDOW = 256
 _SIZES: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tierkv.errors import TierKVError
 from tierkv.identity import Identity
@@ -175,12 +181,13 @@ def test_settings_that_change_values_are_seen(engine: SimpleNamespace) -> None:
         ("quantization", "fp8"),
         ("model_class_overrides", {"LlamaForCausalLM": "Other"}),
         ("dtype", torch.bfloat16),
+        ("multimodal_config", SimpleNamespace(mm_processor_kwargs={"do_resize": False})),
     ]:
         before = getattr(model, name, None)
         setattr(model, name, value)
         found.add(identity(engine).fingerprint)
         setattr(model, name, before)
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 def test_rope_overrides_are_seen_in_the_layers(engine: SimpleNamespace) -> None:
@@ -323,7 +330,7 @@ def test_plain_requests_have_no_extras() -> None:
     [
         {"pooling_params": object()},
         {"prompt_embeds": torch.zeros(1)},
-        {"mm_features": [object()]},
+        {"mm_features": [SimpleNamespace(identifier="my-cat", mm_hash="my-cat")]},
         {"resumable": True},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -361,3 +368,56 @@ def test_adapters_that_cannot_be_read_are_left_alone(adapter: Path) -> None:
         assert request_extras(request(lora_request=lora(path)), LoraNames()) is None
     os.truncate(adapter / "adapter_model.safetensors", 4)
     assert LoraNames().name_of(lora(adapter)) is None
+
+
+def test_media_that_may_be_missing_are_refused(engine: SimpleNamespace) -> None:
+    engine.model_config.multimodal_config = SimpleNamespace(allow_missing_mm_embeddings=True)
+    assert "not there" in refused(engine)
+
+
+def test_windows_and_rope_are_each_layer_s_own(tmp_path: Path) -> None:
+    """Gemma 3: two thetas, two hit rules, and both in the fingerprint."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=3, sliding_window=64, layer_types=kinds, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    engine = engine_of(tmp_path, config)
+    engine.kv_transfer_config.extra["weights"] = "mine"
+    cache = cache_of(spec_of(config, sliding_window=64), count=3)
+
+    def found() -> Identity:
+        return kept_of(engine, cache, Options()).identity
+
+    plain = found()
+    assert [layer.window for layer in plain.layers] == [64, 64, None]
+    assert [layer.rope.theta for layer in plain.layers] == [1e4, 1e4, 1e6]
+    assert plain.groups == ((0, 1), (2,))
+    assert config.rope_parameters is not None
+    config.rope_parameters["sliding_attention"]["rope_theta"] = 2e4
+    other = found()
+    assert other.fingerprint != plain.fingerprint
+    config.sliding_window = 128
+    cache.kv_cache_groups[0].kv_cache_spec.sliding_window = 128
+    assert found().fingerprint not in {plain.fingerprint, other.fingerprint}
+
+
+def test_workers_have_runs_of_heads(engine: SimpleNamespace) -> None:
+    """Two KV heads on 1, 2 and 4 workers: one identity, and of four workers two store."""
+    found = []
+    for size, rank in [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 3)]:
+        engine.parallel_config.tensor_parallel_size, engine.parallel_config.rank = size, rank
+        spec = spec_of(engine.model_config.hf_config, num_kv_heads=max(2 // size, 1))
+        kept = kept_of(engine, cache_of(spec), Options())
+        part = kept.ranks.own(kept.identity, 0)
+        found.append((part.head_start, part.head_stop, kept.ranks.writes))
+        assert kept.identity.fingerprint == identity(engine_with_size_1(engine)).fingerprint
+    assert found == [
+        (0, 2, True), (0, 1, True), (1, 2, True), (0, 1, True), (0, 1, False), (1, 2, False),
+    ]  # fmt: skip
+
+
+def engine_with_size_1(engine: SimpleNamespace) -> SimpleNamespace:
+    one = SimpleNamespace(**vars(engine))
+    one.parallel_config = SimpleNamespace(tensor_parallel_size=1, rank=0)
+    return one

@@ -16,6 +16,7 @@ from tierkv_connectors.identities import canonical, files_digest, layer_specs, n
 from tierkv_connectors.pages import DTYPE_NAMES
 from tierkv_connectors.vllm.groups import check_groups, kv_groups, layer_numbers
 from tierkv_connectors.vllm.kept import Kept, Options, block_tokens
+from tierkv_connectors.vllm.media import is_named
 from tierkv_connectors.vllm.ranks import ranks_of
 
 Foreign = Any
@@ -34,6 +35,9 @@ _SAFETENSORS_FORMATS = frozenset({
 
 _ANGLES_MOVE = frozenset({"dynamic", "longrope"})
 """RoPE whose angles vLLM fixes by its longest context and others by the length of a prompt."""
+
+_MEDIA = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""Settings that change what media become, whether or not their hashes say so."""
 
 _UNSCALED = ("bf16", "fp16", "fp32")
 _FP8 = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
@@ -185,6 +189,10 @@ def _changes(model: Foreign, kv_dtype: str) -> dict[str, object]:
     if getattr(model.hf_config, "quantization_config", None) is None:
         changes["quantization"] = model.quantization
         changes["quantization_config"] = getattr(model, "quantization_config", None)
+    media = getattr(model, "multimodal_config", None)
+    if getattr(media, "allow_missing_mm_embeddings", False):
+        raise invalid("allow_missing_mm_embeddings computes media that are not there")
+    changes |= {name: getattr(media, name, None) for name in _MEDIA}
     computed = DTYPE_NAMES.get(model.dtype, str(model.dtype))
     if computed != kv_dtype:
         changes["computed"] = computed
@@ -222,13 +230,13 @@ class LoraNames:
 def request_extras(request: Foreign, loras: LoraNames) -> Extras | None:
     """Return what else than its tokens and the engine names a request's KV.
 
-    None when the request cannot be kept: embeddings and media stand in place of tokens, a pooling
-    request may read later tokens, a streaming session takes tokens back.
+    None when the request cannot be kept: embeddings and media without a hash stand in place of
+    tokens, a pooling request may read later tokens, a streaming session takes tokens back.
     """
     if (
         request.pooling_params is not None
         or request.prompt_embeds is not None
-        or request.mm_features
+        or not is_named(request.mm_features or ())
         or getattr(request, "resumable", False)
     ):
         return None

@@ -28,6 +28,7 @@ from tierkv_connectors.vllm.asked import Asked, Lookup
 from tierkv_connectors.vllm.engine import Output, Request
 from tierkv_connectors.vllm.groups import BlockIds, Span, spans_to_fill, spans_to_offer
 from tierkv_connectors.vllm.kept import Kept, wishes_of
+from tierkv_connectors.vllm.media import media_extras
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 
 WAIT_S = 0.0008
@@ -340,7 +341,8 @@ class Scheduler:
         if stop <= count * size:
             return keys
         tokens = np.array(ids[count * size : stop], np.int32)
-        return keys + chain_keys(keys[-KEY_BYTES:] or held.root, tokens, size)
+        media = media_extras(held.request.mm_features or (), size, count, stop // size)
+        return keys + chain_keys(keys[-KEY_BYTES:] or held.root, tokens, size, media)
 
     def _pays(self, reply: MatchReply) -> bool:
         """Return whether loading beats computing, as far as both are known."""
