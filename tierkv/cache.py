@@ -134,7 +134,7 @@ class TierKV:
     def release(self, owner: int, call: calls.ReleaseCall) -> None:
         """End a match or a transfer."""
         with self._store.lock:
-            self._matches.release(owner, call.match, call.transfer)
+            self._matches.release(owner, call.match, call.transfer, call.damaged)
 
     def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
         """Turn a lease into a transfer."""

@@ -116,6 +116,8 @@ class ReleaseCall(Call, frozen=True, tag="release"):
 
     match: int = 0
     transfer: int = 0
+    damaged: tuple[int, ...] = ()
+    """Units of the transfer whose bytes do not agree with themselves: their copy in RAM goes."""
 
 
 class GetCall(Call, frozen=True, tag="get"):

@@ -96,6 +96,7 @@ class Transfer:
         cut = range(0, len(call.parts), PACKED_BYTES)
         self._parts = [Part.unpack(call.parts[at : at + PACKED_BYTES]) for at in cut]
         self._contents: dict[int, bytes] = {}
+        self._damaged: set[int] = set()
 
     @property
     def units(self) -> int:
@@ -109,6 +110,9 @@ class Transfer:
         if isinstance(parsed, frame.Refusal):  # the store may have been sealing it meanwhile
             parsed = frame.parse(head[: frame.MAX_HEADER_BYTES])
         block, part = divmod(unit, len(self._parts))
+        if self._harmed(unit, parsed):
+            self._damaged.add(unit)
+            return None
         if (
             isinstance(parsed, frame.Refusal)
             or parsed.key != self._call.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
@@ -116,11 +120,16 @@ class Transfer:
             or parsed.fingerprint != self._call.fingerprint
             or parsed.namespace != self._namespace
             or parsed.fidelity < self._call.fidelity
-            or (self._verify and not frame.verify(parsed, self._frames[unit]))
         ):
             return None
         self._contents[unit] = bytes(head[: frame.CONTENT.stop])
         return parsed
+
+    def _harmed(self, unit: int, parsed: frame.Header | frame.Refusal) -> bool:
+        """Return whether a frame's bytes do not agree with themselves, whoever asked for it."""
+        if isinstance(parsed, frame.Refusal):
+            return parsed is frame.Refusal.CORRUPT
+        return self._verify and not frame.verify(parsed, self._frames[unit])
 
     def headers(self) -> list[frame.Header]:
         """Return the headers from the first frame on, up to the first doubt.
@@ -162,7 +171,8 @@ class Transfer:
         """Let the store have the frames back. Idempotent."""
         if self._number:
             self._frames = []
-            self._channel.post(ReleaseCall(transfer=self._number))
+            damaged = tuple(sorted(self._damaged))
+            self._channel.post(ReleaseCall(transfer=self._number, damaged=damaged))
             self._number = 0
             self._channel.give_back()
 

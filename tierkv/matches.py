@@ -323,15 +323,20 @@ class Matches:
             verify=store.settings.verify == "always",
         )
 
-    def release(self, owner: int, match: int, transfer: int) -> None:
-        """End a match or a transfer of this owner; unknown numbers are ignored."""
+    def release(self, owner: int, match: int, transfer: int, damaged: Sequence[int] = ()) -> None:
+        """End a match or a transfer; what its reader found `damaged` goes, and a put heals it."""
         found = self._mine(owner, match)
         if found is not None:
             self._end(found)
         held = self.transfers.get(transfer)
         if held is not None and held[0] == owner:
             del self.transfers[transfer]
-            self._store.unhold(held[1])
+            state, rows = self._store.catalog.state, held[1]
+            bad = {rows[unit] for unit in damaged if 0 <= unit < len(rows)}
+            if gone := [row for row in bad if state[row] == READY]:
+                self._store.counters["corrupt"] += len(gone)
+                self._store.drop(gone)
+            self._store.unhold(rows)
 
     def expire(self) -> float:
         """End what is past its deadline; returns the seconds to the next one, at most 1."""

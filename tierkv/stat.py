@@ -35,7 +35,7 @@ class TierStat(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int = 0
     written_bytes: int = 0
     read_bps: float = 0.0
-    """Live bandwidth that decisions use, bytes per second; 0 until measured."""
+    """Bandwidth that decisions use, bytes per second: a guess until measured, and always of RAM."""
     write_bps: float = 0.0
     latency_s: float = 0.0
     """Seconds until the first byte of a read."""

@@ -50,6 +50,11 @@ def _get(call: calls.GetCall | calls.ClaimCall) -> str:
     return "" if 0 <= call.blocks <= calls.MAX_UNITS else f"blocks is {call.blocks}"
 
 
+def _release(call: calls.ReleaseCall) -> str:
+    count = len(call.damaged)
+    return f"{count} damaged units" if count > calls.MAX_UNITS else ""
+
+
 def _claim(call: calls.ClaimCall) -> str:
     if not 0 <= call.start <= calls.MAX_UNITS:
         return f"start is {call.start}"
@@ -76,6 +81,7 @@ _CHECKS: dict[type[calls.Call], Callable[[Any], str]] = {
     calls.PutCall: _put,
     calls.FlushCall: _flush,
     calls.GetCall: _get,
+    calls.ReleaseCall: _release,
     calls.ClaimCall: _claim,
     calls.CommitCall: _commit,
     calls.ClearCall: _clear,

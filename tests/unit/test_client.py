@@ -232,6 +232,36 @@ def test_payloads_are_checked_on_every_read_when_told_so() -> None:
     side.idle()
 
 
+@pytest.mark.parametrize("verify", ["arrival", "always"])
+def test_r21_what_a_reader_found_damaged_in_ram_is_dropped_and_heals(verify: str) -> None:
+    """Else the store would know the block, take no put of it, and serve it damaged for ever."""
+    side = Side(verify=verify)
+    with fetched(side) as transfer:
+        transfer._frames[1][0][5000 if verify == "always" else 20] ^= 1
+        assert transfer.header(0) is not None
+        assert transfer.header(1) is None
+        assert transfer.header(2) is not None
+    side.idle()
+    found = side.client.match(side.rig.match_call(chain(1, 4)))
+    side.client.release(found.match)
+    assert found.blocks == 1
+    assert side.rig.stat()["counters"]["corrupt"] == 1
+    assert side.put(chain(1, 4)) == 1, "it is taken again"
+    with fetched(side, put=False) as transfer:
+        assert len(transfer.headers()) == 4
+
+
+def test_a_question_that_does_not_fit_a_frame_harms_nobody_elses(side: Side) -> None:
+    side.put(chain(1, 4))
+    call = msgspec.structs.replace(side.rig.match_call(chain(1, 4)), fingerprint=bytes(32))
+    transfer = side.client.get(side.client.match(call).match, 4)
+    assert transfer is not None
+    with transfer:
+        assert transfer.header(0) is None
+    with fetched(side, put=False) as transfer:
+        assert len(transfer.headers()) == 4
+
+
 def fetched(side: Side, *, put: bool = True) -> Transfer:
     if put:
         side.put(chain(1, 4))

@@ -47,14 +47,14 @@ def serve() -> Iterator[Serve]:
 # Health.
 
 
-def test_a_blocked_loop_is_not_alive(serve: Serve) -> None:
+def test_r28_a_blocked_loop_is_not_alive(serve: Serve) -> None:
     served = serve()
     assert served.get("/healthz").json() == {"status": "ok"}
     served.channel.delay_s = 10.0
     assert served.get("/healthz").status_code == 503
 
 
-def test_a_slow_probe_does_not_delay_health(serve: Serve) -> None:
+def test_r28_a_slow_probe_does_not_delay_health(serve: Serve) -> None:
     served = serve()
     served.channel.probed = threading.Event()
     slow = threading.Thread(target=served.get, args=("/readyz",))
@@ -67,7 +67,7 @@ def test_a_slow_probe_does_not_delay_health(serve: Serve) -> None:
         slow.join()
 
 
-def test_readiness_names_the_failing_tier(serve: Serve) -> None:
+def test_r28_readiness_names_the_failing_tier(serve: Serve) -> None:
     served = serve()
     assert served.get("/readyz").json()["status"] == "ok"
     lost = TierStat(name="nvme", state="lost", problem="read-only file system")
@@ -92,7 +92,7 @@ def test_readiness_names_the_failing_tier(serve: Serve) -> None:
         ("ok", "off", 200, "ok"),
     ],
 )
-def test_readiness(host: Any, nvme: Any, status: int, word: str) -> None:
+def test_r28_readiness(host: Any, nvme: Any, status: int, word: str) -> None:
     tiers = (TierStat(name="host", state=host), TierStat(name="nvme", state=nvme))
     code, body = readiness(StoreStat(tiers=tiers), details=True)
     assert (code, body["status"]) == (status, word)
@@ -100,7 +100,7 @@ def test_readiness(host: Any, nvme: Any, status: int, word: str) -> None:
     assert "off" not in {tier["state"] for tier in body["tiers"].values()}
 
 
-def test_no_answer_is_not_ready() -> None:
+def test_r28_no_answer_is_not_ready() -> None:
     assert readiness(None, details=True)[0] == 503
     assert readiness(StoreStat(), details=True)[0] == 503
 
@@ -223,7 +223,7 @@ def test_a_taken_port_is_an_error_at_start(tmp_path: Path) -> None:
             http.spawn(HttpSettings(port=port), tmp_path / "none.sock")
 
 
-def test_a_stopped_sidecar_is_not_alive_until_it_goes_on(tmp_path: Path) -> None:
+def test_r28_a_stopped_sidecar_is_not_alive_until_it_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SIDECAR, str(tmp_path / "t.sock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as sidecar:
         try:

@@ -40,12 +40,12 @@ def attacked() -> Iterator[Served]:
 # Who may ask.
 
 
-def test_by_default_other_machines_find_nothing() -> None:
+def test_r27_by_default_other_machines_find_nothing() -> None:
     with http.listen(HttpSettings(port=0)) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_other_machines_need_a_token() -> None:
+def test_r27_other_machines_need_a_token() -> None:
     for address in (EVERYWHERE, "::", "10.1.2.3"):
         with pytest.raises(TierKVError, match="token_file") as caught:
             HttpSettings(address=address)
@@ -53,7 +53,7 @@ def test_other_machines_need_a_token() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "short", "two words of it all", "ä" * 20])
-def test_a_token_must_be_one(content: str, tmp_path: Path) -> None:
+def test_r27_a_token_must_be_one(content: str, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(content)
     with pytest.raises(TierKVError, match="openssl rand"):
@@ -62,7 +62,7 @@ def test_a_token_must_be_one(content: str, tmp_path: Path) -> None:
         http.read_token(HttpSettings(token_file=str(tmp_path / "none")))
 
 
-def test_without_the_token_nothing_but_health_answers(serve: Serve) -> None:
+def test_r27_without_the_token_nothing_but_health_answers(serve: Serve) -> None:
     served = serve(token=TOKEN)
     wrong = ("", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN)
     for given in wrong:
@@ -82,7 +82,7 @@ def test_without_the_token_nothing_but_health_answers(serve: Serve) -> None:
     assert "problem" in served.get("/readyz", **headers).text
 
 
-def test_a_token_of_any_bytes_is_only_wrong(serve: Serve) -> None:
+def test_r27_a_token_of_any_bytes_is_only_wrong(serve: Serve) -> None:
     served = serve(token=TOKEN)
     line = served.raw(
         b"GET /v1/stat HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
@@ -90,7 +90,7 @@ def test_a_token_of_any_bytes_is_only_wrong(serve: Serve) -> None:
     assert b"401" in line
 
 
-def test_other_hosts_and_origins_are_refused(serve: Serve) -> None:
+def test_r27_other_hosts_and_origins_are_refused(serve: Serve) -> None:
     served = serve(HttpSettings(port=0, hosts=("node7.example",)))
     own = f"127.0.0.1:{served.port}"
     for host in (
@@ -109,7 +109,7 @@ def test_other_hosts_and_origins_are_refused(serve: Serve) -> None:
     assert served.clear(Origin=f"http://{own}").status_code == 200
 
 
-def test_beyond_loopback_any_name_will_do(serve: Serve, token_file: str) -> None:
+def test_r27_beyond_loopback_any_name_will_do(serve: Serve, token_file: str) -> None:
     served = serve(HttpSettings(port=0, address=EVERYWHERE, token_file=token_file), TOKEN)
     assert served.get("/healthz", Host="10.9.8.7:9464").status_code == 200
     assert served.get("/v1/stat", Host="10.9.8.7:9464").status_code == 401
@@ -123,7 +123,7 @@ def test_beyond_loopback_any_name_will_do(serve: Serve, token_file: str) -> None
     ["..%2f..%2fx", "%2e%2e%2fx", "..%5cx", "a%00", "%00", "a%0ab", "%20", "a b", "a%25", "%ff",
      "%c3%a9", "a" * 129, "a'--", "{{7*7}}", "$(id)", "*", "%2e%2e%2f%2e%2e%2fetc%2fpasswd"],
 )  # fmt: skip
-def test_names_out_of_the_alphabet_are_refused(name: str, attacked: Served) -> None:
+def test_r27_names_out_of_the_alphabet_are_refused(name: str, attacked: Served) -> None:
     request = f"POST /v1/namespaces/{name}/clear HTTP/1.1\r\nHost: localhost\r\n\r\n"
     status = attacked.raw(request.encode()).split(b" ")[1]
     assert status in {b"400", b"404"}, status
@@ -149,14 +149,14 @@ def test_names_out_of_the_alphabet_are_refused(name: str, attacked: Served) -> N
         b"\0\1\2\3\r\n\r\n",
     ],
 )
-def test_odd_requests_are_refused(request_bytes: bytes, attacked: Served) -> None:
+def test_r27_odd_requests_are_refused(request_bytes: bytes, attacked: Served) -> None:
     assert attacked.raw(request_bytes).split(b" ")[1][:1] == b"4"
     assert not attacked.channel.cleared
     assert attacked.get("/healthz").status_code == 200
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_ten_megabytes_go_nowhere(declared: bool, attacked: Served) -> None:
+def test_r27_ten_megabytes_go_nowhere(declared: bool, attacked: Served) -> None:
     text = b"a" * 10_000_000
     heads = {
         True: b"POST /v1/namespaces/a/clear HTTP/1.1\r\nContent-Length: 10000000\r\n"
@@ -172,7 +172,7 @@ def test_ten_megabytes_go_nowhere(declared: bool, attacked: Served) -> None:
 # Administration.
 
 
-def test_clear_is_done_and_logged(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_r27_clear_is_done_and_logged(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     served = serve()
     with caplog.at_level(logging.INFO, "tierkv.http"):
         answer = served.clear("Team_a.b-2")

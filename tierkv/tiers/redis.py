@@ -37,7 +37,8 @@ SLOWEST_BYTES_PER_S = 32 << 20
 """A call may take its timeout and the time that its bytes need at this speed."""
 LOOKUP_BYTES = 1024
 """What an id of a lookup counts for in its deadline."""
-PROBE_S = 0.3
+PROBE_S = 0.6
+"""For a connection, and again for its answer: together within what a probe may take."""
 """For connecting and for each reply of a probe."""
 BREAKER_FAILURES = 3
 BREAKER_FIRST_S = 0.5
