@@ -38,8 +38,7 @@ SLOWEST_BYTES_PER_S = 32 << 20
 LOOKUP_BYTES = 1024
 """What an id of a lookup counts for in its deadline."""
 PROBE_S = 0.6
-"""For a connection, and again for its answer: together within what a probe may take."""
-"""For connecting and for each reply of a probe."""
+"""For connecting and for each reply of a probe: together within `health.DEADLINE_S`."""
 BREAKER_FAILURES = 3
 BREAKER_FIRST_S = 0.5
 BREAKER_MOST_S = 30.0
