@@ -134,6 +134,7 @@ COUNTERS: dict[str, str] = {
     "demote_throttled": "Frames not copied down: a write budget or a breaker refused.",
     "demote_failed": "Frames not copied down: an I/O error, or the tier was full.",
     "downgraded": "Copies in RAM cut to a shorter prefix of their stream; not a failure.",
+    "moves_refused": "Moves that a policy named and that were not lawful: a bug of the policy.",
     "sync_failed": "Flushes that could not make blocks durable.",
     "off_nvme": "Times that NVMe was left alone for some seconds after failures in a row.",
     "off_redis": "Times that Redis was left alone for some seconds after failures in a row.",

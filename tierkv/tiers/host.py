@@ -55,14 +55,14 @@ class HostTier:
         """
         page = settings.page_bytes
         if page not in (16 << 10, 32 << 10, 64 << 10):
-            raise invalid(f"host.page is {page} bytes; use 16KiB, 32KiB or 64KiB")
+            raise invalid(f"[host] page is {page} bytes; use 16KiB, 32KiB or 64KiB")
         self.granule = self.page_bytes = page
         self.nbytes = max(settings.size_bytes // page, 1) * page
         available = available_bytes()
         if self.nbytes + _HEADROOM > available:
             raise unavailable(
-                f"host.size asks for {self.nbytes >> 20} MiB of memory but "
-                f"{available >> 20} MiB are available; lower host.size or give it more memory"
+                f"[host] size asks for {self.nbytes >> 20} MiB of memory but "
+                f"{available >> 20} MiB are available; lower [host] size or give it more memory"
             )
         self.epoch = secrets.randbits(63) | 1
         self.fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

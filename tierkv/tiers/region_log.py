@@ -112,7 +112,7 @@ class RegionLog:
                 raise unavailable(
                     f"{self.path} needs {wanted} bytes more (size {self.size}), but its volume has"
                     f" {max(available, 0)} bytes available above the floor of {free_floor_bytes}:"
-                    " lower size_bytes or make room"
+                    " lower [nvme] size or make room"
                 )
             self.preallocated = _allocate(self._fd, self.size)
             self._write_superblock()
