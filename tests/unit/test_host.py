@@ -77,7 +77,7 @@ def test_r15_too_little_memory_is_said_at_the_start(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TierKVError, match=r"300 MiB.*256 MiB are available") as caught:
         small(300 * MIB)
     assert caught.value.kind is ErrorKind.UNAVAILABLE
-    with pytest.raises(TierKVError, match=r"lower host\.size"):
+    with pytest.raises(TierKVError, match=r"lower \[host\] size"):
         HostTier(HostSettings(size_bytes=1 << 60))
 
 
