@@ -31,6 +31,8 @@ def root_key(fingerprint: bytes, extras: Extras | None = None) -> bytes:
         extras: what else separates contents, by name: "namespace" (its name; connectors always
             give it), "lora" (name, version or weights digest), "salt" (tenant). Order does not
             matter; an absent name differs from an empty value.
+
+    Raises: TierKVError (invalid) when an extra is neither text nor bytes.
     """
     fields = [("format", b"tierkv.key.1"), ("identity", fingerprint)]
     fields += _extra_fields(extras or {})
@@ -54,7 +56,8 @@ def chain_keys(
         tokens_per_block: the identity's block size.
         block_extras: content ids of blocks that hold more than text (images), by block number.
 
-    Raises: TierKVError (invalid) when tokens are not a 1-D int32 array.
+    Raises: TierKVError (invalid) when tokens are not a 1-D int32 array, or an extra is neither text
+    nor bytes.
     """
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise invalid(f"token ids come as a 1-D int32 array, not {tokens.dtype} {tokens.shape}")
@@ -82,5 +85,7 @@ def _extra_fields(extras: Extras) -> list[tuple[str, bytes]]:
     fields = []
     for name in sorted(extras):
         value = extras[name]
-        fields.append((name, value.encode() if isinstance(value, str) else bytes(value)))
+        if not isinstance(value, str | bytes):  # `bytes` of a number would be so many zeros
+            raise invalid(f"the extra {name!r} is {value!r}: give text or bytes that name content")
+        fields.append((name, value.encode() if isinstance(value, str) else value))
     return fields

@@ -68,6 +68,14 @@ def test_r01_keys_are_equal_in_fresh_interpreters(seed: str | None) -> None:
         assert done.stdout.strip() == keys().hex()
 
 
+@pytest.mark.parametrize("value", [None, 0, 5, 1.5, ["a"]])
+def test_r01_an_extra_that_names_no_content_is_refused(value: Any) -> None:
+    with pytest.raises(TierKVError, match="'lora'.*give text or bytes"):
+        root_key(IDENTITY.fingerprint, {"lora": value})
+    with pytest.raises(TierKVError, match="'image'.*give text or bytes"):
+        chain_keys(root_key(IDENTITY.fingerprint), TOKENS, 4, {1: {"image": value}})
+
+
 def test_r01_the_bytes_of_keys_are_fixed() -> None:
     assert IDENTITY.fingerprint.hex() == (
         "6958c845f6cd85f5fa8fa96aa63b39eeacfd74698e8f27c480009fb770939742"

@@ -155,8 +155,8 @@ def test_borrowed_arena_outlives_the_sidecar_and_blocks_the_next(real: Process) 
     client.close()
 
 
-def test_idle_client_lets_go_by_itself(real: Process) -> None:
-    """R15: the memory of a killed sidecar is nobody's, so that the next one starts at once."""
+def test_r15_the_memory_of_a_killed_sidecar_is_nobodys(real: Process) -> None:
+    """An idle client lets go of it by itself, so that the next sidecar starts at once."""
     client = connect(real.path)
     assert store(client, 1) == 1
     for _ in range(2):
