@@ -70,9 +70,9 @@ def test_r01_keys_are_equal_in_fresh_interpreters(seed: str | None) -> None:
 
 @pytest.mark.parametrize("value", [None, 0, 5, 1.5, ["a"]])
 def test_r01_an_extra_that_names_no_content_is_refused(value: Any) -> None:
-    with pytest.raises(TierKVError, match="'lora'.*give text or bytes"):
+    with pytest.raises(TierKVError, match=r"'lora'.*give text or bytes"):
         root_key(IDENTITY.fingerprint, {"lora": value})
-    with pytest.raises(TierKVError, match="'image'.*give text or bytes"):
+    with pytest.raises(TierKVError, match=r"'image'.*give text or bytes"):
         chain_keys(root_key(IDENTITY.fingerprint), TOKENS, 4, {1: {"image": value}})
 
 
