@@ -259,7 +259,7 @@ class TierKV:
             self._write_behind.tick()
             self._health.tick()
             self._stages.tick()
-            self._store.policy.measured(self._store.rates())
+            self._store.policy.measured(self._store.catalog, self._store.rates())
             self._store.check()
             return max(self._matches.expire(), 0.001)
 

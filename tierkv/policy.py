@@ -65,8 +65,8 @@ class ServicePolicy(Policy, Reclaimer, Explainer, Protocol):
     def used(self, view: Catalog, use: Use) -> None:
         """A chain was asked for or is being put; `touched` follows with its placements."""
 
-    def measured(self, rates: Sequence[Rates]) -> None:
-        """What is known of the tiers by now, nearest first."""
+    def measured(self, view: Catalog, rates: Sequence[Rates]) -> None:
+        """What is known of the tiers by now, nearest first; a good time to catch up on work."""
 
     def found(self, view: Catalog, rows: Rows) -> None:
         """Placements were there at start, heads before tails: nothing else is known of them."""

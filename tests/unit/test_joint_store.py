@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,13 +13,18 @@ import pytest
 from tests.stores import PAGE, Rig, chain
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame
+from tierkv.catalog import Catalog
 from tierkv.client import Written
 from tierkv.codec import PROFILES
+from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
+from tierkv.part import Part
 from tierkv.policies.joint import Joint
 from tierkv.policies.segments import NONE
+from tierkv.store import HOST_RATES
 from tierkv.tier import DurableTier
+from tierkv.use import Use
 
 RAW = 8 * PAGE - frame.header_bytes(1)
 TOKENS = 128
@@ -142,7 +148,7 @@ def audit(rig: Rig) -> None:
         copies[block] += 1
     assert all(placed.copies(block, 1) == [copies[block]] for block in range(len(placed._numbers)))
     live = np.arange(segments.count)
-    has = np.array([placed._any(row) for row in live.tolist()])
+    has = np.array([placed._any(row) for row in live.tolist()], np.bool_)
     assert np.array_equal(has, segments.configuration[live] != 0)
     parents = segments.parents(live)
     behind = has & (parents != NONE)
@@ -162,3 +168,60 @@ def test_it_serves_more_than_lru(seed: int) -> None:
         assert joint_s > 1.1 * lru_s
         gained.append(joint / lru)
     assert gained[-1] > 2
+
+
+@pytest.mark.parametrize("headed", [False, True], ids=["head in an earlier call", "head in HBM"])
+def test_r24_what_survives_of_a_prompt_is_a_prefix(headed: bool) -> None:
+    """Room for six; a chain of four in two calls, then four of another session."""
+    rig = Rig(6, [], policy="evicpress")
+    one, two = chain(1, 4), chain(2, 4)
+    assert rig.put(one[:2], b"one") == 2
+    assert rig.put(one, b"one") == 2
+    if headed:  # only the tail is fetched from us, and the whole chain is named all the same
+        reply = rig.match(one, linear=1e-3)
+        rig.store.release(1, calls.ReleaseCall(match=reply.match))
+    rig.put(two, b"two")
+    for keys in one, two:
+        found = [
+            rig.store._store.ready_in(0, int(head), 4, rig.store._store.catalog.namespace[0])
+            for head in rig.store._store.heads(b"".join(keys), [0])
+        ]
+        kept = [row != NONE for row in found]
+        assert kept == sorted(kept, reverse=True), "a tail stays behind a head that is gone"
+    rig.idle()
+    audit(rig)
+
+
+def test_a_decision_costs_the_same_among_many_placements() -> None:
+    """The time of one reclaim, best of many, beside twenty times as many placements."""
+    few, many = (reclaim_seconds(placements) for placements in (10_240, 204_800))
+    assert many < 1.5 * few
+
+
+def reclaim_seconds(placements: int) -> float:
+    length, size = 256, 4096
+    catalog, rng = Catalog(["host"]), np.random.default_rng(0)
+    part = catalog.part_number(Part(0, 0, 2, 0, 2))
+    policy = Joint([HOST_RATES], [placements * size], [size])
+    for number in range(placements // length):
+        keys = rng.bytes(32 * length)
+        use = Use(float(number), keys, (part,), 0, 64, 1 << 16, b"m", Recompute(1e-4, 1e-9))
+        policy.used(catalog, use)
+        columns: dict[str, Any] = {
+            "profile": 1, "fidelity": 4, "flags": 0, "nbytes": size, "allocated": size,
+            "locator": np.arange(length), "namespace": 0, "generation": 0, "position": 0,
+        }  # fmt: skip
+        rows = catalog.begin_alike(0, part, keys, columns)
+        catalog.commit(rows)
+        policy.touched(catalog, rows)
+    best = float("inf")
+    for _ in range(40):
+        start = time.perf_counter()
+        moves = policy.reclaim(catalog, 0, 4 * size, at_once=True)
+        best = min(best, time.perf_counter() - start)
+        assert len(moves) == 4
+        gone = [move.row for move in moves]
+        catalog.leave(gone)
+        catalog.gone(gone)
+        policy.forgot(gone)
+    return best

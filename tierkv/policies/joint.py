@@ -51,6 +51,7 @@ SAMPLED = 64
 RATES_APART = 1.2
 """A bandwidth that is off by less changes no decision that matters."""
 MAX_SESSIONS = 65536
+MOST_TOLD = 32
 
 
 def _apart(new: Rates, old: Rates) -> bool:
@@ -81,6 +82,8 @@ class Joint:
         self._uses = 0
         self._pressed = [0 for _ in rates]
         """By tier: uses at the last time that it needed room."""
+        self._told: list[Use] = []
+        """Not learnt from yet."""
         self._picked: tuple[Profile, Sequence[Profile]] = RAW, ()
         self._worth: dict[int, float] = {}
         self._sessions: dict[str, int] = {}
@@ -90,13 +93,26 @@ class Joint:
     # what is told
 
     def used(self, view: Catalog, use: Use) -> None:
-        """Learn from a chain that was asked for, or that is being put."""
-        if not use.keys:
-            return
+        """Note a chain that was asked for, to learn from it later: a match does not wait for it.
+
+        What is being put is learnt at once: the decisions that follow are about it.
+        """
+        if use.keys:
+            self._told.append(use)
+            if not use.asked or len(self._told) >= MOST_TOLD:
+                self._learn(view)
+
+    def _learn(self, view: Catalog) -> None:
+        """Learn from what was told since the last time."""
+        told, self._told = self._told, []
+        for use in told:
+            self._learn_one(view, use)
+
+    def _learn_one(self, view: Catalog, use: Use) -> None:
         placed, reuse = self.placed, self.placed.reuse
         placed.now = max(placed.now, use.now)
         before = reuse.newest
-        rows = placed.use(view, use)
+        placed.use(view, use)
         self._uses += 1
         if reuse.newest > before and use.session:
             earlier = self._sessions.pop(use.session, reuse.newest)
@@ -105,15 +121,16 @@ class Joint:
             self._sessions[use.session] = reuse.newest
             if len(self._sessions) > MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-        self._hint(use, rows)
+        self._hint(use)
         if self._uses % REST_USES == 0:
             for tier in range(len(self.price)):
                 self._rest(view, tier)
 
-    def _hint(self, use: Use, rows: Numbers) -> None:
-        if not len(rows):
+    def _hint(self, use: Use) -> None:
+        if not (use.closed or use.pin or use.ttl_s is not None):
             return
         segments, now = self.placed.segments, use.now
+        rows = segments.of(self.placed.find(use.keys))
         context = int(segments.context[rows[-1]])
         if use.closed or use.ttl_s is not None:
             self.placed.reuse.end(context, now if use.closed else now + (use.ttl_s or 0.0))
@@ -122,18 +139,22 @@ class Joint:
 
     def touched(self, view: Catalog, rows: Rows) -> None:
         """Take in placements that are new."""
+        if not all(map(self.placed.knows, rows)):
+            self._learn(view)
         self.placed.enter(view, rows)
 
     def found(self, view: Catalog, rows: Rows) -> None:
         """Take in placements that were there at start."""
+        self._learn(view)
         self.placed.enter_orphans(view, rows)
 
     def forgot(self, rows: Rows) -> None:
         """Placements are gone."""
         self.placed.leave(rows)
 
-    def measured(self, rates: Sequence[Rates]) -> None:
-        """Believe other rates of the tiers, when they differ by much."""
+    def measured(self, view: Catalog, rates: Sequence[Rates]) -> None:
+        """Believe other rates of the tiers, when they differ by much; catch up on what was told."""
+        self._learn(view)
         if any(_apart(new, old) for new, old in zip(rates, self._rates, strict=True)):
             self._rates = list(rates)
             self.known.measured(rates)
@@ -199,6 +220,7 @@ class Joint:
 
     def admits(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return which placements would earn something in a lower tier alone."""
+        self._learn(view)
         blocks = np.array([self.placed.block(row) for row in rows], np.int32)
         profiles = [view.profile[row] for row in rows]
         worth = np.ones(len(rows), np.bool_)
@@ -211,12 +233,14 @@ class Joint:
 
     def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
         """Return the rows of drops alone."""
+        self._learn(view)
         search = self._search(view, tier, need)
         search.run(lambda rows, inside: self._judge(view, tier, rows, inside, {Kind.DROP}))
         return [move.row for move in search.moves]
 
     def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
         """Return the steps that lose least per byte."""
+        self._learn(view)
         kinds = {Kind.DROP, Kind.DOWNGRADE} | (set() if at_once else {Kind.DEMOTE})
         search = self._search(view, tier, need)
         search.run(lambda rows, inside: self._judge(view, tier, rows, inside, kinds))
@@ -282,6 +306,7 @@ class Joint:
 
     def terms(self, view: Catalog, row: int) -> Terms:
         """Say what a placement's block earns as it is, and what each other step would leave."""
+        self._learn(view)
         return tell(self.steps, self._facts(view, row))
 
     @property
@@ -310,6 +335,7 @@ class Joint:
         """Return which rows earn more than KEEP_FROM of what the tier has."""
         if not rows:
             return []
+        self._learn(view)
         self._pressed[tier] = self._uses
         sampled = self.placed.pools[tier].sample(SAMPLED, self._uses)
         least = float(np.quantile(self._dropped(view, tier, sampled), KEEP_FROM)) if sampled else 0

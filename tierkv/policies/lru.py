@@ -96,7 +96,7 @@ class Lru:
     def used(self, view: Catalog, use: Use) -> None:
         """Learn nothing from what was asked for in vain, nor from hints."""
 
-    def measured(self, rates: Sequence[Rates]) -> None:
+    def measured(self, view: Catalog, rates: Sequence[Rates]) -> None:
         """Time plays no part."""
 
     def found(self, view: Catalog, rows: Rows) -> None:

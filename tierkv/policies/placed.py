@@ -77,7 +77,7 @@ class Placed:
 
     def segment(self, block: int) -> int:
         """Return a block's segment."""
-        return int(self.segments.of(np.array([block], np.int32))[0])
+        return self.segments.at(block)
 
     def keys(self, first: int, blocks: int) -> bytes:
         """Return the keys of blocks whose numbers follow each other."""

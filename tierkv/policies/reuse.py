@@ -67,7 +67,7 @@ class Reuse:
         """
         if not known:
             return False
-        row = int(self.segments.of(ids[known - 1 : known])[0])
+        row = self.segments.at(int(ids[known - 1]))
         last = self.segments.first[row] + self.segments.blocks[row] - 1
         context = self.segments.context[row]
         return bool(last == ids[known - 1] and self._length[context] == known)
@@ -104,7 +104,7 @@ class Reuse:
         segments, hazard, turn = self.segments, self.hazard, 0
         if len(walk.rows):
             before = int(segments.context[walk.rows[-1]])
-            apart = 2 * walk.blocks < self._length[before]
+            apart = bool(2 * walk.blocks < self._length[before] or self._until[before] <= now)
             foreign = walk.rows[(segments.context[walk.rows] != before) | apart]
             faded = np.exp((segments.foreign_at[foreign] - now) / FOREIGN_S)
             segments.foreign[foreign] = segments.foreign[foreign] * faded + 1

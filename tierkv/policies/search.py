@@ -21,6 +21,8 @@ Numbers = npt.NDArray[np.int64]
 ROUNDS = 24
 """Rounds of samples that find nothing, after which everything is looked at."""
 SAMPLED = 64
+NEAR_END = 3
+"""Blocks that are looked at for one that may go."""
 TAKEN = 8
 """Of so many sampled segments one is given up at most before others are looked at."""
 
@@ -116,8 +118,15 @@ class Search:
         return bool(self._placed.segments.children[segment] > self._lost.get(segment, 0))
 
     def _last(self, segment: int) -> int:
-        """Return the last placement of a segment in this tier that may go."""
-        return next((row for row in self._rows(segment) if self._free(row)), NONE)
+        """Return a placement near the end of a segment, in this tier, that may go; else NONE."""
+        view, placed, segments = self._view, self._placed, self._placed.segments
+        first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
+        for block in range(first + blocks - 1, max(first, first + blocks - NEAR_END) - 1, -1):
+            head = view.head(placed.keys(block, 1), placed.parts(block)[0])
+            row = view.in_tier(head, self._tier)
+            if row != NONE and self._free(row):
+                return row
+        return NONE
 
     def _free(self, row: int) -> bool:
         view = self._view

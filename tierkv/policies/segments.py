@@ -159,6 +159,10 @@ class Segments:
         """Return the segments of blocks (n,) that were asked for."""
         return self._of_block[ids]
 
+    def at(self, block: int) -> int:
+        """Return the segment of one block that was asked for."""
+        return int(self._of_block[block])
+
     def _take(self, count: int) -> Numbers:
         while self.count + count > len(self.first):
             for name in COLUMNS:
