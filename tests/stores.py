@@ -19,6 +19,7 @@ from tierkv.executor import Executor, Inline
 from tierkv.gate import Gate
 from tierkv.key import KEY_BYTES
 from tierkv.part import Part
+from tierkv.record import Recorder
 from tierkv.settings import StoreSettings
 from tierkv.tier import DurableTier
 from tierkv.tiers.host import HostSettings, HostTier
@@ -67,6 +68,7 @@ class Rig:
         clock: Clock | None = None,
         wall: Callable[[], float] = lambda: 0.0,
         gate: Gate | None = None,
+        recorder: Recorder | None = None,
         **settings: Any,
     ) -> None:
         self.inline = Inline()
@@ -79,6 +81,7 @@ class Rig:
             executor=executor or self.inline,
             settings=StoreSettings(**{"policy": "lru"} | settings),
             gate=gate,
+            recorder=recorder,
             clock=self.clock,
             wall=wall,
         )

@@ -30,8 +30,9 @@ from tierkv.matches import Matches
 from tierkv.moves import Moves
 from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.policies.choice import policy_for, resolve
+from tierkv.policies.choice import resolve
 from tierkv.puts import Puts
+from tierkv.record import Recorder
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stages import Stages
@@ -60,8 +61,9 @@ class TierKV:
         gate: Gate | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._store = Store(host, lower, executor, clock, settings, gate)
+        self._store = Store(host, lower, executor, clock, settings, gate, recorder)
         self._write_behind = WriteBehind(self._store)
         self._matches = Matches(self._store)
         self._moves = Moves(self._store)
@@ -82,12 +84,15 @@ class TierKV:
         self._grow()
 
     @classmethod
-    def open(cls, settings: Settings, gate: Gate | None = None) -> Self:
+    def open(
+        cls, settings: Settings, gate: Gate | None = None, recorder: Recorder | None = None
+    ) -> Self:
         """Build the tiers of the settings and the store over them. Raises: TierKVError.
 
         Args:
             settings: of all.
             gate: that they name, where it was read before.
+            recorder: of what the policy is told and asked.
         """
         gate = gate or named(settings.store.gate)
         lower: list[DurableTier] = []
@@ -101,7 +106,9 @@ class TierKV:
             lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
         host = HostTier(settings.host)
         executor = Threads(lanes)
-        store = cls(host, lower, executor=executor, settings=settings.store, gate=gate)
+        store = cls(
+            host, lower, executor=executor, settings=settings.store, gate=gate, recorder=recorder
+        )
         executor.on_bug = store.break_down
         return store
 
@@ -232,9 +239,8 @@ class TierKV:
         store = self._store
         with store.lock:
             if call.name and resolve(call.name, store.offers.gate) != store.policy.name:
-                tiers = [store.host, *(low.tier for low in store.lower)]
-                policy = policy_for(call.name, store.offers.gate, store.rates(), tiers)
-                for tier in range(len(tiers)):
+                policy = store.new_policy(call.name)
+                for tier in range(len(store.catalog.tiers)):
                     rows = store.catalog.select(tier, WRITING, READY, LEAVING)
                     order = np.argsort(store.catalog.column("position")[rows], kind="stable")
                     policy.found(store.catalog, array("i", rows[order].tobytes()))
@@ -304,6 +310,8 @@ class TierKV:
         for low in store.lower:
             low.tier.close()
         store.host.close()
+        if store.recorder is not None:
+            store.recorder.close()
 
     def break_down(self, error: Exception) -> None:
         """Answer only misses from now on: a job raised, so the bookkeeping may not hold."""

@@ -136,7 +136,7 @@ class Catalog:
         self.bytes = [[0] * len(State) for _ in tiers]
         self.count = [[0] * len(State) for _ in tiers]
         self._parts: dict[Part, int] = {}
-        self._part_list: list[Part] = []
+        self.parts: list[Part] = []
         self._recycled: list[int] = []
         self.allowances = Allowances()
         for name, typecode in COLUMNS.items():
@@ -147,26 +147,21 @@ class Catalog:
         """Return the count of rows, those that are free included."""
         return len(self._units)
 
-    @property
-    def parts(self) -> int:
-        """How many parts have a number."""
-        return len(self._part_list)
-
     def part_number(self, part: Part) -> int:
         """Return the number that columns hold for a part."""
         number = self._parts.get(part)
         if number is None:
-            number = self._parts[part] = len(self._part_list)
-            self._part_list.append(part)
+            number = self._parts[part] = len(self.parts)
+            self.parts.append(part)
         return number
 
     def part_at(self, number: int) -> Part:
         """Return the part of a number."""
-        return self._part_list[number]
+        return self.parts[number]
 
     def part_of(self, row: int) -> Part:
         """Return a row's part."""
-        return self._part_list[self.part[row]]
+        return self.parts[self.part[row]]
 
     def allowed(self, row: int) -> Allowance:
         """Return the lossy profiles, by number, that a row's block may take, and their loss."""
@@ -257,6 +252,11 @@ class Catalog:
         assert state == WRITING or (state == READY and not self.holds[row])
         self.bytes[self.tier[row]][state] += allocated - self.allocated[row]
         self.nbytes[row], self.allocated[row], self.locator[row] = nbytes, allocated, locator
+
+    def restate(self, row: int, **columns: int) -> None:
+        """Note what a frame has turned out to be, or has become: columns by name."""
+        for name, value in columns.items():
+            getattr(self, name)[row] = value
 
     def leave(self, rows: Rows) -> None:
         """Make ready placements invisible; their space stays until `gone`."""

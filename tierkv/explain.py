@@ -84,7 +84,7 @@ def explain(view: Catalog, policy: Explainer, key: bytes) -> Explanation:
     """Say why a block is where it is. Raises: TierKVError (invalid): the key is none."""
     if len(key) != KEY_BYTES:
         raise invalid(f"a key has {KEY_BYTES} bytes, {2 * KEY_BYTES} hex digits, not {len(key)}")
-    rows = [row for part in range(view.parts) for row in view.copies(view.head(key, part))]
+    rows = [row for part in range(len(view.parts)) for row in view.copies(view.head(key, part))]
     if not rows:
         because = "no tier has a copy: it was never put, was given up, or was cleared"
         return Explanation(key=key.hex(), policy=policy.name, because=because)

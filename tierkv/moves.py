@@ -56,7 +56,5 @@ class Moves:
         assert shorter.frame_bytes == nbytes, "the frame in RAM has other segments"
         view[: header.header_bytes] = frame.pack(shorter)
         store.trim(row, nbytes)
-        catalog.profile[row] = move.profile
-        for name in ENDS[levels - 1 :]:
-            getattr(catalog, name)[row] = 0
+        catalog.restate(row, profile=move.profile, **dict.fromkeys(ENDS[levels - 1 :], 0))
         store.counters["downgraded"] += 1

@@ -297,8 +297,8 @@ class Puts:
         for index, (row, unit) in enumerate(zip(held.rows, units, strict=False)):
             if held.header_bytes + unit.length != catalog.nbytes[row]:
                 self._store.trim(row, held.header_bytes + unit.length)
-            catalog.profile[row] = unit.profile
-            catalog.fidelity[row] = held.offers[unit.profile].fidelity
+            fidelity = held.offers[unit.profile].fidelity
+            catalog.restate(row, profile=unit.profile, fidelity=fidelity)
             header = stamps[unit.profile].pack(
                 catalog.key(row), parts[catalog.part[row]], catalog.position[row],
                 held.raw[index], unit.segments, checksums[index * 16 * most :][: 16 * most],

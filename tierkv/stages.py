@@ -372,7 +372,7 @@ class Stages:
             store.failed(low)
         elif outcome.status is Status.UNKNOWN:
             store.counters["unknown_format"] += 1
-            catalog.profile[source] = 0
+            catalog.restate(source, profile=0)
         elif outcome.status in (Status.CORRUPT, Status.MISSING):
             store.counters[outcome.status.value] += 1
             if catalog.state[source] == READY:
@@ -390,8 +390,11 @@ class Stages:
         if (header.generation, header.namespace) != (catalog.generation[target], namespace):
             return Outcome(Status.CORRUPT, "another namespace or generation")
         for row in (target, source):
-            catalog.profile[row] = readable[header.codec_id].number
-            catalog.fidelity[row] = header.fidelity
-            catalog.flags[row] = header.flags
-            catalog.position[row] = header.position
+            catalog.restate(
+                row,
+                profile=readable[header.codec_id].number,
+                fidelity=header.fidelity,
+                flags=header.flags,
+                position=header.position,
+            )
         return DONE

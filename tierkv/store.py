@@ -4,14 +4,12 @@ Every method here is called under `lock` and does no I/O. Tier 0 of the catalog 
 lower tiers follow in the order given, fastest first.
 """
 
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +18,17 @@ from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
-from tierkv.errors import invalid, unavailable
+from tierkv.errors import invalid
 from tierkv.executor import Executor
 from tierkv.gate import Gate
 from tierkv.namespace import Namespaces
 from tierkv.offers import Offers
 from tierkv.part import PACKED_BYTES, Part
-from tierkv.policies.choice import policy_for
+from tierkv.policies.choice import make_policy, open_policy
+from tierkv.policy import ServicePolicy
+from tierkv.record import Recorder
 from tierkv.settings import StoreSettings
+from tierkv.store_lock import StoreLock
 from tierkv.tier import RAM, DurableTier, FrameId, RegionTier, SharedTier
 from tierkv.tiers.host import HostTier
 from tierkv.wrap import Measured, Sealed
@@ -106,16 +107,19 @@ class Store:
         clock: Clock,
         settings: StoreSettings,
         gate: Gate | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.lock = _Lock(self)
+        self.lock = StoreLock(self.broke)
         self.host = host
         self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
-        self.catalog = Catalog(["host", *(tier.name for tier in lower)])
+        names = ["host", *(tier.name for tier in lower)]
+        self.recorder = recorder
+        self.catalog = recorder.catalog(names) if recorder else Catalog(names)
         self.executor = executor
         self.clock = clock
         self.settings = settings
         self.offers = Offers(gate)
-        self.policy = policy_for(settings.policy, gate, self.rates(), [host, *lower])
+        self.policy = self.new_policy(settings.policy)
         self.namespaces = Namespaces()
         self._parts: dict[bytes, list[int]] = {}
         self.counters: Counter[str] = Counter()
@@ -123,6 +127,12 @@ class Store:
         self.totals: Counter[str] = Counter()
         self.seconds = {"saved": 0.0, "lost": 0.0}
         self.broken = ""
+
+    def new_policy(self, setting: str) -> ServicePolicy:
+        """Return the policy that a setting means, told of nothing. Raises: TierKVError."""
+        tiers = [self.host, *(low.tier for low in self.lower)]
+        opening = open_policy(setting, self.offers.gate, self.rates(), tiers)
+        return self.recorder.policy(opening) if self.recorder else make_policy(opening)
 
     def rates(self) -> list[Rates]:
         """Return the rates by tier number."""
@@ -366,29 +376,3 @@ class Store:
             known = [self.catalog.part_number(Part.unpack(one)) for one in cut]
             self._parts[packed] = known
         return known
-
-
-class _Lock:
-    """The store's lock, re-entrant; an assertion that fails under it breaks the store.
-
-    It leaves the lock as a TierKVError (unavailable), which every client takes for a miss.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, AssertionError):
-            self._store.broke(error)
-        self._lock.release()
-        if isinstance(error, AssertionError):
-            raise unavailable(f"the store answers only misses: {error}") from error

@@ -57,6 +57,10 @@ def serve(
         Path | None,
         typer.Option("--config", "-c", help="Settings file; without one: 4 GiB of RAM only."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="File for what the policy is told, asked and answers."),
+    ] = None,
 ) -> None:
     """Run the sidecar until SIGTERM or Ctrl-C."""
     from tierkv.settings import Settings, load
@@ -65,7 +69,7 @@ def serve(
 
     from tierkv_service import sidecar
 
-    raise typer.Exit(sidecar.run(settings))
+    raise typer.Exit(sidecar.run(settings, record=record))
 
 
 @app.command()
@@ -200,7 +204,10 @@ class ServedClass(enum.StrEnum):
 @app.command()
 def replay(  # noqa: PLR0913 -- one for each option
     trace: Annotated[
-        Path, typer.Argument(help="JSON lines as Mooncake publishes them, gzip or plain.")
+        Path,
+        typer.Argument(
+            help="JSON lines as Mooncake publishes them; or what `serve --record` wrote."
+        ),
     ],
     *,
     policy: Annotated[
@@ -233,9 +240,7 @@ def replay(  # noqa: PLR0913 -- one for each option
     ] = None,
     file_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--file-tokens", min=1, help="Per block in the file; else as its name or lengths tell."
-        ),
+        typer.Option("--file-tokens", min=1, help="Per block in the file; else it is worked out."),
     ] = None,
     block_tokens: Annotated[
         int | None,
@@ -247,7 +252,10 @@ def replay(  # noqa: PLR0913 -- one for each option
 ) -> None:
     """Replay a trace of requests through a policy and count what it would have hit."""
     from tierkv_service.replay import Order, run
+    from tierkv_service.replay_record import run_record
     from tierkv_service.replay_serving import Setting
+
+    run_record(trace, as_json=as_json)
 
     setting = None
     if config is not None:

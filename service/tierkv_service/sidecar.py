@@ -22,6 +22,7 @@ from tierkv.cache import TierKV
 from tierkv.control import Control
 from tierkv.errors import TierKVError, unavailable
 from tierkv.gate import named
+from tierkv.record import Recorder
 from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
 from tierkv_connectors.private import Order
 from tierkv_service import http
@@ -39,12 +40,13 @@ LIVES_S = 5.0
 _log = logging.getLogger("tierkv.sidecar")
 
 
-def run(settings: Settings, *, parent: int = 0) -> int:
+def run(settings: Settings, *, parent: int = 0, record: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once.
 
     Args:
         settings: of the store, the socket and the HTTP process.
         parent: end when this process, the one that started us, is gone; 0: whoever it was.
+        record: file for all that the policy is told and asked, see `tierkv.record`.
 
     Returns: the exit code.
 
@@ -62,7 +64,7 @@ def run(settings: Settings, *, parent: int = 0) -> int:
         if settings.http.enabled:
             pages = Pages(settings.http, path)
             ends.callback(pages.stop)
-        store = TierKV.open(settings, gate)
+        store = TierKV.open(settings, gate, Recorder(record) if record else None)
         ends.callback(store.close, settings.store.grace_s)
         serve(store, store.host, locks, settings.socket, parent=parent, pages=pages)
     return 0

@@ -6,6 +6,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from tierkv.cost import Rates
 from tierkv.errors import invalid
 from tierkv.gate import Gate
@@ -37,14 +39,29 @@ class Room(Protocol):
         """Return its capacity, 0 where it has no bound."""
 
 
-def policy_for(
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """What a policy is made of: its name, and of each tier its rates, bytes and granule."""
+
+    policy: str
+    rates: list[Rates]
+    capacity: list[int]
+    granule: list[int]
+
+
+def open_policy(
     setting: str, gate: Gate | None, rates: Sequence[Rates], tiers: Sequence[Room]
-) -> ServicePolicy:
-    """Return the policy that a setting means, told of nothing, over tiers, nearest first.
+) -> Opening:
+    """Return what the policy of a setting is made of, over tiers, nearest first.
 
     Raises: TierKVError (invalid).
     """
-    if resolve(setting, gate) == Joint.name:
-        capacity = [tier.space().capacity for tier in tiers]
-        return Joint(rates, capacity, [tier.granule for tier in tiers])
-    return Lru(len(rates))
+    capacity = [tier.space().capacity for tier in tiers]
+    name = resolve(setting, gate)
+    return Opening(name, list(rates), capacity, [tier.granule for tier in tiers])
+
+
+def make_policy(opening: Opening) -> ServicePolicy:
+    """Return a policy that was told of nothing."""
+    if opening.policy == Joint.name:
+        return Joint(opening.rates, opening.capacity, opening.granule)
+    return Lru(len(opening.rates))
