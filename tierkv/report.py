@@ -133,6 +133,9 @@ def _lower(store: Store, low: Lower, problem: str) -> TierStat:
         read_bps=rates.read_bps,
         write_bps=rates.write_bps,
         latency_s=rates.latency_s,
+        expected_read_s=low.io.expected_s,
+        read_s=low.io.taken_s,
+        read_error_s=low.io.error_s,
     )
 
 

@@ -39,6 +39,12 @@ class TierStat(msgspec.Struct, frozen=True, kw_only=True):
     write_bps: float = 0.0
     latency_s: float = 0.0
     """Seconds until the first byte of a read."""
+    expected_read_s: float = 0.0
+    """What the cost model expected reads to take, by the rates of their moment."""
+    read_s: float = 0.0
+    """What the same reads took, of jobs side by side each for itself."""
+    read_error_s: float = 0.0
+    """Sum of the differences of each read, whatever their sign."""
 
 
 class WriteBehindStat(msgspec.Struct, frozen=True, kw_only=True):

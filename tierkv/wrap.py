@@ -4,13 +4,14 @@
 `Measured` keeps live bandwidth, latency and counters.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
 
 from tierkv import frame
 from tierkv.clock import Clock
-from tierkv.cost import Rates
+from tierkv.cost import Rates, load_seconds
 from tierkv.tier import DONE, Item, Outcome, Status, Tier
 
 _SMOOTH = 0.2
@@ -113,6 +114,12 @@ class Measured:
         self.read_bytes = 0
         self.written_bytes = 0
         self.outcomes: Counter[str] = Counter()
+        self.expected_s = 0.0
+        """Of reads that were whole: what the rates of that moment promised, in seconds."""
+        self.taken_s = 0.0
+        """Of the same reads."""
+        self.error_s = 0.0
+        """Sum of the differences of each, whatever their sign."""
         self._clock = clock
         self._reads = _Window(clock)
         self._writes = _Window(clock)
@@ -145,12 +152,21 @@ class Measured:
             size = self._note("read", items, outcomes)
             self.read_bytes += size
             seconds = self._clock() - start
+            if size == sum(item.nbytes for item in items) > 0:
+                self._compare(size, seconds)
             rate = self._reads.leave(size)
             if rate:
                 self.rates = self.rates._replace(read_bps=_blend(self.rates.read_bps, rate))
             if 0 < size < _LATENCY_BYTES:
                 self.rates = self.rates._replace(latency_s=_blend(self.rates.latency_s, seconds))
         return outcomes
+
+    def _compare(self, nbytes: int, seconds: float) -> None:
+        """Note how a read differs from what a plan would have expected of it."""
+        expected = load_seconds(nbytes, 0, self.rates, math.inf)
+        self.expected_s += expected
+        self.taken_s += seconds
+        self.error_s += abs(seconds - expected)
 
     def _note(self, op: str, items: Sequence[Item], outcomes: Sequence[Outcome]) -> int:
         self.outcomes.update(f"{op}_{outcome.status.value}" for outcome in outcomes)

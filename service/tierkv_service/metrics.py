@@ -53,6 +53,9 @@ TIER = (
     Column("tierkv_tier_read_bytes_per_second", "read_bps", "Bandwidth that decisions use."),
     Column("tierkv_tier_write_bytes_per_second", "write_bps", "Bandwidth that decisions use."),
     Column("tierkv_tier_latency_seconds", "latency_s", "Until the first byte of a read."),
+    Column("tierkv_tier_expected_read_seconds", "expected_read_s", "As predicted.", total=True),
+    Column("tierkv_tier_read_seconds", "read_s", "What the same reads took.", total=True),
+    Column("tierkv_tier_read_error_seconds", "read_error_s", "Difference of each.", total=True),
 )
 OTHERS = {
     "tierkv_up": "1 when the data loop answered this scrape; all others are absent when it is 0.",
