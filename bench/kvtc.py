@@ -3,16 +3,18 @@
 On KV of the lab's evaluation texts, which the artifact has not seen. For each level of the stream:
 
 - ratio: 16-bit bytes of the coded tokens over all bytes of their segments (128 tokens a block);
-- error: squared error in the artifact's metric, in squared steps, of a token, both sides;
-- apart: how many more bytes a prefix takes than a plan of its own at that error: every component
-  that is worth it with one step, its code as short as the entropy of what is coded (so no stream
-  reaches it);
+- error: squared error in the artifact's metric, in squared steps, of a token, both sides, where
+  all tokens have the usual grade;
+- apart: how many more bytes a prefix of such tokens takes than a plan of its own at that error:
+  every component that is worth it with one step, its code as short as the entropy of what is coded
+  (so no stream reaches it);
 - zstd, deflate: bytes of the same indices, packed one byte each in the same order and compressed,
   over those of the stream;
 - encode and decode: GB of raw bf16 per CPU second, one thread, and the share of the projection.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -20,6 +22,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import zstandard
@@ -27,8 +30,8 @@ import zstandard
 from bench.timing import machine
 from tierkv_codecs.codec import Place
 from tierkv_codecs.kvtc import Kvtc, codecs_of
-from tierkv_codecs.kvtc_artifact import Artifact, project, read
-from tierkv_codecs.kvtc_drift import split
+from tierkv_codecs.kvtc_artifact import GRADES, USUAL, Artifact, project, read
+from tierkv_codecs.kvtc_grades import split
 from tierkv_codecs.kvtc_measure import measure
 from tierkv_codecs.kvtc_rows import rows_of
 from tierkv_codecs.kvtc_stream import MOST, NONE
@@ -72,13 +75,19 @@ def sizes(codec: Kvtc, blocks: list[tuple[int, torch.Tensor]]) -> list[int]:
 
 def coefficients(artifact: Artifact, blocks: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
     """Return both sides' coefficients [components, tokens] in steps."""
-    means, last = tuple(side.mean for side in artifact.sides), len(artifact.header.ratios) - 1
+    means, last = tuple(side.mean for side in artifact.sides), len(artifact.header.ratios)
     sides: list[list[torch.Tensor]] = [[], []]
     for position, block in blocks:
         rows = rows_of(block, artifact.header.layers, position, means)
         for side, of_side in enumerate(rows):
             sides[side].append(project(of_side, artifact.ready(side, last)))
     return [torch.cat(side, 1) for side in sides]
+
+
+def ungraded(artifact: Artifact) -> Artifact:
+    """Return an artifact that gives every token the usual grade."""
+    header = msgspec.structs.replace(artifact.header, grades=(1,) * GRADES)
+    return dataclasses.replace(artifact, header=header)
 
 
 def errors(artifact: Artifact, found: list[torch.Tensor]) -> list[float]:
@@ -88,7 +97,8 @@ def errors(artifact: Artifact, found: list[torch.Tensor]) -> list[float]:
         total = 0.0
         for side, values in enumerate(found):
             indices = values.round().clamp(-MOST, MOST).to(torch.int16).numpy()
-            restored = artifact.restored(side, level, artifact.coarse(side, level, indices))
+            plan = artifact.plan(level, USUAL)
+            restored = artifact.restored(side, plan, artifact.coarse(side, plan, indices))
             padded = torch.zeros_like(values)
             padded[: len(restored)] = restored
             total += float((values - padded).square().sum())
@@ -116,7 +126,8 @@ def others(artifact: Artifact, found: list[torch.Tensor], level: int) -> dict[st
     packed = []
     for side, values in enumerate(found):
         indices = values.round().clamp(-MOST, MOST).to(torch.int16).numpy()
-        coarse = artifact.coarse(side, level, indices)[artifact.level(side, level).after < NONE]
+        coarse = artifact.coarse(side, artifact.plan(level, USUAL), indices)
+        coarse = coarse[artifact.level(side, level, USUAL).after < NONE]
         blocks = coarse.reshape(len(coarse), -1, BLOCK).transpose(1, 0, 2)
         packed.append(np.clip(blocks, -128, 127).astype(np.int8).reshape(len(blocks), -1))
     parts = [np.concatenate(pair).tobytes() for pair in zip(*packed, strict=True)]
@@ -128,7 +139,8 @@ def others(artifact: Artifact, found: list[torch.Tensor], level: int) -> dict[st
 
 def speed(codec: Kvtc, blocks: list[tuple[int, torch.Tensor]]) -> dict[str, float]:
     """Return GB/s of encode and decode, and the projection's share of each."""
-    artifact, level = codec.artifact_file, codec.levels - 1
+    artifact = codec.artifact_file
+    plan = artifact.plan(codec.levels - 1, USUAL)
     seconds = dict.fromkeys(("encode", "decode", "forward", "backward"), 0.0)
     clock, raw = time.process_time, 0
     for turn, (position, block) in enumerate(blocks[:9]):
@@ -141,7 +153,7 @@ def speed(codec: Kvtc, blocks: list[tuple[int, torch.Tensor]]) -> dict[str, floa
         codec.decode(out[: sum(segments)], segments, back, place)
         decoded = clock()
         rows = [torch.randn(BLOCK, side.basis.shape[1]) for side in artifact.sides]
-        ready = [artifact.ready(side, level) for side in (0, 1)]
+        ready = [artifact.ready(side, plan) for side in (0, 1)]
         narrow = [split(torch.randn(one.rank, BLOCK), len(one.wide)) for one in ready]
         first = clock()
         for side, one in enumerate(ready):
@@ -165,20 +177,22 @@ def speed(codec: Kvtc, blocks: list[tuple[int, torch.Tensor]]) -> dict[str, floa
 def table(artifact: Artifact, blocks: list[tuple[int, torch.Tensor]]) -> list[dict[str, Any]]:
     codecs = codecs_of(artifact, guard=float("inf"))
     segments = np.cumsum(sizes(codecs[-1], blocks))
+    plain = codecs_of(ungraded(artifact), guard=float("inf"))
+    alike = np.cumsum(sizes(plain[-1], blocks))
     found = coefficients(artifact, blocks)
     curve = one_step_curve(found)
     tokens, rows = found[0].shape[1], []
     for level, (codec, error) in enumerate(zip(codecs, errors(artifact, found), strict=True)):
         logs = np.log([part for part, _ in curve])
         alone = float(np.interp(np.log(error), logs, [bits for _, bits in curve])) * tokens / 8
-        coded = int(segments[level])
+        coded, usual = int(segments[level]), int(alike[level])
         rows.append(
             {
                 "profile": codec.name,
                 "ratio": sum(block.numel() * 2 for _, block in blocks) / coded,
                 "error": error,
-                "apart": coded / alone,
-                **{name: size / coded for name, size in others(artifact, found, level).items()},
+                "apart": usual / alone,
+                **{name: size / usual for name, size in others(artifact, found, level).items()},
                 **speed(codec, blocks),
             }
         )

@@ -7,7 +7,7 @@ import torch
 from tierkv.identity import LayerSpec, Rope
 from tierkv.part import Part
 from tierkv_codecs.codec import Place
-from tierkv_codecs.kvtc_artifact import Artifact, ArtifactHeader, unpack
+from tierkv_codecs.kvtc_artifact import GRADES, Artifact, ArtifactHeader, unpack
 from tierkv_codecs.kvtc_calibrate import Rows, calibrate
 from tierkv_codecs.kvtc_rows import plain_rows_of
 from tierkv_codecs.rope import rope
@@ -47,22 +47,25 @@ def foreign(tokens: int, seed: int) -> torch.Tensor:
 
 def header(ratios: tuple[float, ...] = RATIOS) -> ArtifactHeader:
     return ArtifactHeader(
-        format=1,
+        format=2,
         model="synthetic",
         weights="seed 7",
         part=tuple(PART),
         layers=(SPEC,) * LAYERS,
         ratios=ratios,
         realised=(1.0,) * len(ratios),
-        errors=((1.0, 1.0),) * len(ratios),
+        errors=((1.0, 1.0),) * (len(ratios) + 1),
         step=1.0,
         drift_steps=(1.0,) * len(ratios),
+        grades=(0,) * GRADES,
+        cuts=(0.0,) * (GRADES - 1),
         tokens=0,
         text="0" * 64,
     )
 
 
-def calibration_rows(count: int = 16, tokens: int = 256) -> Rows:
+def calibration_rows(count: int = 16, tokens: int = 256, *, graded: bool = False) -> Rows:
+    """Return rows whose errors cost alike, or (graded) what the first feature says."""
     zero = torch.zeros(FEATURES)
     blocks = [text_like(tokens, 100 + number) for number in range(count)]
     pairs = [plain_rows_of(block, (SPEC,) * LAYERS, 0, (zero, zero)) for block in blocks]
@@ -71,9 +74,11 @@ def calibration_rows(count: int = 16, tokens: int = 256) -> Rows:
     roots = torch.randn((2, LAYERS * HEADS, DIM, DIM), generator=generator)
     held = torch.arange(len(keys)) // tokens % 8 == 7
     metrics = roots @ roots.transpose(2, 3)
-    return Rows(keys, values, (metrics[0], metrics[1]), held)
+    costs = (keys[:, 0].float() * (2 if graded else 0)).exp()
+    return Rows(keys, values, (metrics[0], metrics[1]), held, costs)
 
 
 @functools.cache
-def artifact(ratios: tuple[float, ...] = RATIOS) -> Artifact:
-    return unpack(calibrate(calibration_rows(), header(ratios), lambda _name, _share: None))
+def artifact(ratios: tuple[float, ...] = RATIOS, *, graded: bool = False) -> Artifact:
+    rows = calibration_rows(graded=graded)
+    return unpack(calibrate(rows, header(ratios), lambda _name, _share: None))

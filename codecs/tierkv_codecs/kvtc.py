@@ -2,9 +2,10 @@
 
 KVTC (arXiv 2511.01815) with a progressive stream. The features of a token (keys without RoPE, or
 values, of all layers and heads of the part) become coefficients in a global basis; a nested
-uniform quantiser makes them integers; calibrated probabilities make these bytes. Segment 0 is the
-coarsest level, each further one refines it, so any prefix of the segments is a payload. The first
-tokens of a sequence are stored exactly, in segment 0. `docs/FORMAT.md` section 11 has the bytes.
+uniform quantiser makes them integers, finer ones for tokens whose errors cost more
+(`kvtc_grades`); calibrated probabilities make these bytes. Segment 0 is the coarsest level, each
+further one refines it, so any prefix of the segments is a payload. The first tokens of a sequence
+are stored exactly, in segment 0. `docs/FORMAT.md` section 11 has the bytes.
 
 A block that the calibration does not fit is refused (Unsuited), not ruined: the guard compares the
 error of some of its tokens, in the metric of the basis, with what held-out text had.
@@ -20,25 +21,24 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv_codecs.codec import CodecError, Place, Unsuited
-from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact, project
-from tierkv_codecs.kvtc_drift import drift_of, rounded, split
+from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact
+from tierkv_codecs.kvtc_drift import drift_of, rounded
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
 from tierkv_codecs.kvtc_drift import tables as drift_tables
-from tierkv_codecs.kvtc_rows import rows_of, write_rows
-from tierkv_codecs.kvtc_stream import (
-    LANES,
-    MOST,
-    Level,
-    StreamError,
-    Tables,
-    decode,
-    encode,
+from tierkv_codecs.kvtc_grades import (
+    Group,
+    Restored,
+    coarser,
+    groups_of,
+    packed,
+    packed_bytes,
+    picked,
+    unpacked,
 )
+from tierkv_codecs.kvtc_rows import rows_of, write_rows
+from tierkv_codecs.kvtc_stream import LANES, Level, Stream, StreamError, Tables, decode, encode
 from tierkv_codecs.tensors import bytes_of, check_out
-
-Stream = tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint16]]
-"""States, words and escapes."""
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 STREAMS = 3
@@ -80,10 +80,11 @@ class Kvtc:
         exact = bytes_of(block[:, :, :sinks].cpu().contiguous()).numpy().tobytes()
         means = self._means(block.device)
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
-        indices = self._indices(rows)
-        lost = drift_of(self.artifact_file, rows[1], indices[1], self.levels)
-        pieces = [self._segment(indices, lost[number], number) for number in range(self.levels)]
-        pieces[0] = exact + pieces[0]
+        groups = groups_of(self.artifact_file, rows, self.levels - 1)
+        self._watch(rows, groups)
+        lost = drift_of(self.artifact_file, rows[1], groups, self.levels)
+        pieces = [self._segment(groups, lost[number], number) for number in range(self.levels)]
+        pieces[0] = exact + packed(groups) + pieces[0]
         data = np.frombuffer(b"".join(pieces), np.uint8)
         if data.size > self.bound(block.numel() * block.itemsize):
             raise Unsuited("it does not shrink")
@@ -107,23 +108,24 @@ class Kvtc:
         self._check(out, place)
         sinks = place.sinks(out.shape[2])
         exact = out[:, :, :sinks].numel() * out.itemsize
-        if len(pieces[0]) < exact:
-            raise CodecError(f"{len(pieces[0])} bytes cannot hold {sinks} exact tokens")
+        tokens = out.shape[2] - sinks
+        before = exact + packed_bytes(tokens)
+        if len(pieces[0]) < before:
+            raise CodecError(
+                f"{len(pieces[0])} bytes cannot hold {sinks} exact tokens and {tokens} grades"
+            )
         out[:, :, :sinks] = _exact(pieces[0][:exact], out[:, :, :sinks])
-        pieces[0] = pieces[0][exact:]
+        marks, pieces[0] = pieces[0][exact:before], pieces[0][before:]
         level, streams = len(pieces) - 1, [_streams(piece) for piece in pieces]
-        coefficients = self._coefficients(streams, out.shape[2] - sinks, out.device)
-        ready = [self.artifact_file.ready(side, level) for side in (0, 1)]
+        groups = self._groups(streams, marks, tokens)
+        sides = [Restored(self.artifact_file, groups, side, level, out.device) for side in (0, 1)]
         means = self._means(out.device)
         means = (means[0], means[1] + self._drift(streams[-1][2], level).to(out.device))
         width = means[0].numel() // len(place.layers)
         for start in range(0, len(place.layers), LAYERS_AT_ONCE):
             stop = min(start + LAYERS_AT_ONCE, len(place.layers))
             features = slice(start * width, stop * width)
-            keys, values = (
-                part.T @ of.synthesis[:, features].to(out.device)
-                for part, of in zip(coefficients, ready, strict=True)
-            )
+            keys, values = (side.features(features) for side in sides)
             write_rows(
                 (keys, values),
                 place.layers[start:stop],
@@ -148,79 +150,64 @@ class Kvtc:
         keys, values = self.artifact_file.sides
         return keys.mean.to(device), values.mean.to(device)
 
-    def _indices(
-        self, rows: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-        """Return both sides' indices [rank, tokens]. Raises: Unsuited."""
-        found = []
-        for side, of_side in enumerate(rows):
-            coefficients = project(of_side, self.artifact_file.ready(side, self.levels - 1))
-            if not bool(coefficients[0].isfinite().all()):
-                raise Unsuited("it has values that are not finite")
-            whole = coefficients.round_().clamp_(-MOST, MOST).to(torch.int16).cpu().numpy()
-            self._watch(side, of_side, whole)
-            found.append(whole)
-        return found[0], found[1]
-
-    def _watch(self, side: int, rows: torch.Tensor, indices: NDArray[np.int16]) -> None:
+    def _watch(self, rows: tuple[torch.Tensor, torch.Tensor], groups: Sequence[Group]) -> None:
         """Compare the error that the block will have with that of calibration. Raises: Unsuited."""
-        if not len(rows):
+        tokens = len(rows[0])
+        if not tokens:
             return
         artifact, level = self.artifact_file, self.levels - 1
-        picked = np.linspace(0, len(rows) - 1, min(GUARD_TOKENS, len(rows))).astype(np.int64)
-        some = rows[torch.from_numpy(picked)]
-        ready = artifact.ready(side, level)
-        restored = artifact.restored(side, level, artifact.coarse(side, level, indices[:, picked]))
-        coefficients = split(restored, len(ready.wide)).to(rows.device)
-        lost = some - (coefficients.T @ ready.synthesis.to(rows.device)).float()
-        error = weighted_energy(lost, artifact.sides[side].root).mean().item()
-        if error > self.guard * artifact.header.errors[level][side]:
-            raise Unsuited("it is out of the artifact's domain")
+        at = np.linspace(0, tokens - 1, min(GUARD_TOKENS, tokens)).astype(np.int64)
+        plans = np.zeros(tokens, np.int64)
+        for group in groups:
+            plans[group.tokens] = artifact.plan(level, group.grade)
+        some, found = coarser(artifact, picked(groups, at), level), torch.from_numpy(at)
+        for side, of_side in enumerate(rows):
+            restored = Restored(artifact, some, side, level, of_side.device)
+            lost = of_side[found] - restored.features(slice(None)).float()
+            expected = [artifact.header.errors[plan][side] for plan in plans[at]]
+            error = weighted_energy(lost, artifact.sides[side].root).cpu() / torch.tensor(expected)
+            if float(error.mean()) > self.guard:
+                raise Unsuited("it is out of the artifact's domain")
 
-    def _segment(
-        self, indices: Sequence[NDArray[np.int16]], lost: torch.Tensor, number: int
-    ) -> bytes:
+    def _segment(self, groups: Sequence[Group], lost: torch.Tensor, number: int) -> bytes:
         artifact, coded = self.artifact_file, []
         for side in (0, 1):
-            level = artifact.level(side, number)
-            cut = Level(*(part[: len(indices[side])] for part in level))
-            coded.append(encode(indices[side], cut, artifact.tables[side]))
+            parts = [
+                (group.sides[side], artifact.level(side, number, group.grade)) for group in groups
+            ]
+            coded.append(encode(parts, artifact.tables[side]))
         drifted = rounded(lost, artifact.header.drift_steps[number])
         tables = drift_tables(artifact.drift[number])
-        coded.append(encode(drifted, drift_level(len(drifted)), tables))
+        coded.append(encode([(drifted, drift_level(len(drifted)))], tables))
         head = [part.size for one in coded for part in one[1:]]
-        parts = [one[at].tobytes() for at in range(STREAMS) for one in coded]
-        return HEAD.pack(*head) + b"".join(parts)
+        parts_of = [one[at].tobytes() for at in range(STREAMS) for one in coded]
+        return HEAD.pack(*head) + b"".join(parts_of)
 
-    def _coefficients(
-        self, segments: Sequence[Sequence[Stream]], tokens: int, device: torch.device
-    ) -> list[torch.Tensor]:
-        """Return both sides' coefficients, bfloat16 [rank + 2 wide, tokens]. Raises: CodecError."""
-        found = []
-        for side, of_side in enumerate(self.artifact_file.sides):
-            coarse = np.zeros((len(of_side.basis), tokens), np.int32)
-            for number, streams in enumerate(segments):
-                level, tables = (
-                    self.artifact_file.level(side, number),
-                    self.artifact_file.tables[side],
-                )
-                _decode(coarse, level, tables, streams[side])
-            restored = self.artifact_file.restored(side, len(segments) - 1, coarse)
-            wide = len(self.artifact_file.ready(side, len(segments) - 1).wide)
-            found.append(split(restored.to(device), wide))
-        return found
+    def _groups(
+        self, segments: Sequence[Sequence[Stream]], marks: bytes, tokens: int
+    ) -> list[Group]:
+        """Return the tokens by grades with their indices at the last level. Raises: CodecError."""
+        groups = unpacked(self.artifact_file, marks, tokens)
+        for number, streams in enumerate(segments):
+            for side, tables in enumerate(self.artifact_file.tables):
+                parts = [
+                    (group.sides[side], self.artifact_file.level(side, number, group.grade))
+                    for group in groups
+                ]
+                _decode(parts, tables, streams[side])
+        return groups
 
     def _drift(self, stream: Stream, level: int) -> torch.Tensor:
         """Return what the values of the block have on average lost. Raises: CodecError."""
         first, step = self.artifact_file.drift[level], self.artifact_file.header.drift_steps[level]
         indices = np.zeros((len(first), 1), np.int32)
-        _decode(indices, drift_level(len(first)), drift_tables(first), stream)
+        _decode([(indices, drift_level(len(first)))], drift_tables(first), stream)
         return drift_features(indices, step, self.artifact_file.sides[1])
 
 
-def _decode(coarse: NDArray[np.int32], level: Level, tables: Tables, stream: Stream) -> None:
+def _decode(parts: Sequence[tuple[NDArray[np.int32], Level]], tables: Tables, of: Stream) -> None:
     try:
-        decode(coarse, level, tables, *stream)
+        decode(parts, tables, of)
     except StreamError:
         raise CodecError("the payload is not one of this artifact") from None
 

@@ -33,9 +33,14 @@ from tierkv_codecs.kvtc_stream import (
     coarsened,
 )
 
-FORMAT = 1
+FORMAT = 2
 CODEC_ID = 6
 MOST_LEVELS = 8
+GRADES = 4
+USUAL = 1
+"""Grades are 0 to 3: tokens of 0 are coded more coarsely than most, of 2 and 3 more finely."""
+HEEDED = 256
+"""So many leading coefficients of each side say a token's grade."""
 CENTRES = 3
 SIDES = ("k", "v")
 WIDE = 64.0
@@ -46,8 +51,9 @@ class ArtifactHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What an artifact was made for and from.
 
     `ratios` are the nominal ratios of the levels, from the coarsest; `realised` those that the
-    plan expects of held-out rows; `errors` is the mean squared error of a held-out token at each
-    level, in squared steps, per side. `drift_steps`: see `kvtc_drift`.
+    plans expect of held-out rows; `errors` is the mean squared error of a held-out token by each
+    plan, in squared steps, per side. `drift_steps`: see `kvtc_drift`. `grades` says
+    how many plans each grade is ahead of grade 0, `cuts` where the scores of a higher one begin.
     """
 
     format: int
@@ -60,18 +66,20 @@ class ArtifactHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     errors: tuple[tuple[float, float], ...]
     step: float
     drift_steps: tuple[float, ...]
+    grades: tuple[int, ...]
+    cuts: tuple[float, ...]
     tokens: int
     text: str
 
 
 class Side(NamedTuple):
-    """Keys or values of a part: p features (layer, head, dim), r components, n levels.
+    """Keys or values of a part: p features (layer, head, dim), r components, n plans.
 
     mean: float32 [p]. basis: bfloat16 [r, p], rows that give coefficients in steps. wide: float32
     [w, p], its first rows in full.
     root: float32 [layers x heads, d, d], symmetric: features are root x their weighted form.
     deviation: float32 [r], of coefficients in steps.
-    shifts: int8 [n, r], from the coarsest level on. start: int8 [r].
+    shifts: int8 [n, r], from the coarsest plan on. start: int8 [r].
     centres: uint8 [n, r, CENTRES]: where in its cell a reconstruction lies, in 1/255.
     first, refine: int16, see `kvtc_stream.Tables`.
     """
@@ -89,7 +97,7 @@ class Side(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A side at one level, as encoding and decoding need it: its first `rank` components.
+    """A side by one plan, as encoding and decoding need it: its first `rank` components.
 
     wide: float32 [w, p], the first rows of the basis. synthesis: bfloat16 [rank + 2w, p], from
     coefficients to features; 2w rows repeat the first w and hold what bf16 has lost of them.
@@ -105,12 +113,14 @@ class Ready(NamedTuple):
 class Artifact:
     """A calibration: its header, the sides K and V, and the digest of its file.
 
-    drift: int16 [n, p, FIRST_SYMBOLS], probabilities of the drift of values.
+    drift: int16 [levels, p, FIRST_SYMBOLS], probabilities of the drift of values. heed: float32
+    [2, h], makes of a token's first h coefficients of each side the score that says its grade.
     """
 
     header: ArtifactHeader
     sides: tuple[Side, Side]
     drift: torch.Tensor
+    heed: torch.Tensor
     digest: bytes
 
     @property
@@ -144,22 +154,36 @@ class Artifact:
         )
         return first, second
 
-    def level(self, side: int, number: int) -> Level:
-        """Return what segment `number` does to a side."""
+    def plan(self, level: int, grade: int) -> int:
+        """Return the plan by which tokens of a grade are coded at a level."""
+        return min(level + self.header.grades[grade], len(self.header.ratios))
+
+    def grades(self, leading: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.uint8]:
+        """Return the grade of each token from both sides' first h coefficients [h, tokens]."""
+        pairs = zip(self.heed, leading, strict=True)
+        score = sum(of.to(side.device) @ side for of, side in pairs)
+        cuts = torch.tensor(self.header.cuts, device=leading[0].device)
+        found: NDArray[np.uint8] = torch.bucketize(score, cuts).to(torch.uint8).cpu().numpy()
+        return found
+
+    def level(self, side: int, number: int, grade: int) -> Level:
+        """Return what segment `number` does to a side's tokens of a grade."""
         of = self.sides[side]
-        shifts = of.shifts.numpy()
-        before = np.full(shifts.shape[1], NONE, np.int8) if number == 0 else shifts[number - 1]
-        return Level(before, shifts[number], of.start.numpy())
+        shifts, after = of.shifts.numpy(), self.plan(number, grade)
+        before = np.full(shifts.shape[1], NONE, np.int8)
+        if number:
+            before = shifts[self.plan(number - 1, grade)]
+        return Level(before, shifts[after], of.start.numpy())
 
-    def coarse(self, side: int, level: int, indices: NDArray[np.int16]) -> NDArray[np.int32]:
-        """Return a side's finest indices as they are at a level."""
-        return coarsened(indices, self.level(side, level).after[: len(indices)])
+    def coarse(self, side: int, plan: int, indices: NDArray[np.int16]) -> NDArray[np.int32]:
+        """Return a side's finest indices as they are by a plan."""
+        return coarsened(indices, self.sides[side].shifts[plan].numpy()[: len(indices)])
 
-    def restored(self, side: int, level: int, coarse: NDArray[np.int32]) -> torch.Tensor:
-        """Return the coefficients float32 [rank, tokens] that indices at a level stand for."""
-        ready, of_side = self.ready(side, level), self.sides[side]
+    def restored(self, side: int, plan: int, coarse: NDArray[np.int32]) -> torch.Tensor:
+        """Return the coefficients float32 [rank, tokens] that indices by a plan stand for."""
+        ready, of_side = self.ready(side, plan), self.sides[side]
         values = np.empty((ready.rank, coarse.shape[1]), np.float32)
-        shifts, centres = of_side.shifts[level].numpy(), of_side.centres[level].numpy()
+        shifts, centres = of_side.shifts[plan].numpy(), of_side.centres[plan].numpy()
         _values(coarse, shifts, centres, OFFSETS, values)
         return torch.from_numpy(values)
 
@@ -169,12 +193,14 @@ class Artifact:
         return first, second
 
     @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
-    def ready(self, side: int, level: int) -> Ready:
-        """Return a side as `level` needs it."""
+    def ready(self, side: int, plan: int) -> Ready:
+        """Return a side as `plan` needs it."""
         of = self.sides[side]
-        coded = (of.shifts[level] < NONE).nonzero()
-        rank = int(coded.max()) + 1 if len(coded) else 1
-        least = WIDE * 2 ** int(of.shifts[level].min())
+        coded = (of.shifts[plan] < NONE).nonzero()
+        rank = max(int(coded.max()) + 1 if len(coded) else 1, self.heed.shape[1])
+        # Tokens of the finest grade have the same first coefficients.
+        finest = min(plan + self.header.grades[-1], len(of.shifts) - 1)
+        least = WIDE * 2 ** int(of.shifts[finest].min())
         wide = of.wide[: max(int((of.deviation[:rank] > least).sum()), 1)]
         synthesis = self._synthesis[side]
         lost = _features(wide, of.root) - synthesis[: len(wide)].float()
@@ -223,14 +249,16 @@ def _features(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.bmm(apart, root), root).transpose(0, 1).reshape(len(rows), -1)
 
 
-def pack(header: ArtifactHeader, sides: tuple[Side, Side], drift: torch.Tensor) -> bytes:
+def pack(
+    header: ArtifactHeader, sides: tuple[Side, Side], drift: torch.Tensor, heed: torch.Tensor
+) -> bytes:
     """Return the file of an artifact; the same content gives the same bytes."""
     tensors = {
         f"{name}.{field}": tensor.contiguous()
         for name, side in zip(SIDES, sides, strict=True)
         for field, tensor in side._asdict().items()
     }
-    tensors["v.drift"] = drift.contiguous()
+    tensors |= {"v.drift": drift.contiguous(), "heed": heed.contiguous()}
     return save(tensors, {"tierkv.kvtc": msgspec.json.encode(header).decode()})
 
 
@@ -255,11 +283,12 @@ def unpack(data: bytes, name: str = "artifact") -> Artifact:
         tensors = load(data)
         sides = _sides(tensors, header)
         drift = _drift(tensors["v.drift"], header, sides[1])
+        heed = _heed(tensors["heed"], sides)
     except (KeyError, TypeError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise invalid(
             f"{name} is not a calibration artifact ({error}): make one with `tierkv calibrate`"
         ) from error
-    return Artifact(header, sides, drift, hashlib.sha256(data).digest())
+    return Artifact(header, sides, drift, heed, hashlib.sha256(data).digest())
 
 
 def _sides(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> tuple[Side, Side]:
@@ -267,16 +296,23 @@ def _sides(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> tuple
     part = Part(*header.part)
     blocks = len(header.layers) * (part.head_stop - part.head_start)
     levels = len(header.ratios)
-    if not 1 <= levels <= MOST_LEVELS or not levels == len(header.realised) == len(header.errors):
+    counts = (len(header.realised), len(header.errors) - 1)
+    if not 1 <= levels <= MOST_LEVELS or counts != (levels, levels):
         raise ValueError(f"{levels} levels")
+    graded = len(header.grades) == GRADES and len(header.cuts) == GRADES - 1
+    rising = list(header.grades) == sorted(header.grades) and min(header.grades) >= 0
+    if not graded or not rising or list(header.cuts) != sorted(header.cuts):
+        raise ValueError(f"grades {header.grades}, cuts {header.cuts}")
     first, second = (
-        _side({field: tensors[f"{name}.{field}"] for field in Side._fields}, blocks, dim, levels)
+        _side(
+            {field: tensors[f"{name}.{field}"] for field in Side._fields}, blocks, dim, levels + 1
+        )
         for name, dim in zip(SIDES, (header.layers[0].k_dim, header.layers[0].v_dim), strict=True)
     )
     return first, second
 
 
-def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, levels: int) -> Side:
+def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, plans: int) -> Side:
     rank = len(tensors["basis"])
     expected = {
         "mean": ((blocks * dim,), torch.float32),
@@ -284,9 +320,9 @@ def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, levels: in
         "wide": ((len(tensors["wide"]), blocks * dim), torch.float32),
         "root": ((blocks, dim, dim), torch.float32),
         "deviation": ((rank,), torch.float32),
-        "shifts": ((levels, rank), torch.int8),
+        "shifts": ((plans, rank), torch.int8),
         "start": ((rank,), torch.int8),
-        "centres": ((levels, rank, CENTRES), torch.uint8),
+        "centres": ((plans, rank, CENTRES), torch.uint8),
         "first": ((rank, FIRST_SYMBOLS), torch.int16),
         "refine": ((rank, SHIFTS * 4), torch.int16),
     }
@@ -301,7 +337,7 @@ def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, levels: in
         shifts.min() >= 0 and shifts.max() <= NONE and start.min() >= 0,
         bool((shifts[1:] <= shifts[:-1]).all()),
         bool((start[coded] < SHIFTS).all()),
-        # A component starts no finer than the first level that codes it.
+        # A component starts no finer than the first plan that codes it.
         bool((start >= torch.where(shifts < NONE, shifts, 0).amax(0))[coded].all()),
         _are_probabilities(tensors["first"], tensors["refine"].view(-1, SHIFTS, 4)),
         all(bool(tensors[field].isfinite().all()) for field in ("mean", "basis", "wide", "root")),
@@ -309,6 +345,16 @@ def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, levels: in
     if not all(sound):
         raise ValueError("its plan or its probabilities are not sound")
     return Side(**tensors)
+
+
+def _heed(heed: torch.Tensor, sides: tuple[Side, Side]) -> torch.Tensor:
+    """Return what grades are made from. Raises: ValueError where it is not of these sides."""
+    least, shape = min(len(side.basis) for side in sides), tuple(heed.shape)
+    if shape not in {(len(sides), h) for h in range(least + 1)} or heed.dtype != torch.float32:
+        raise ValueError(f"heed is {heed.dtype} {shape}")
+    if not bool(heed.isfinite().all()):
+        raise ValueError("heed is not finite")
+    return heed
 
 
 def _drift(drift: torch.Tensor, header: ArtifactHeader, values: Side) -> torch.Tensor:

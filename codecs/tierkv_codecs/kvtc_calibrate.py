@@ -16,10 +16,12 @@ import torch
 
 from tierkv.errors import invalid
 from tierkv_codecs import kvtc_plan
-from tierkv_codecs.kvtc_artifact import WIDE, Artifact, ArtifactHeader, Side, pack, project
+from tierkv_codecs.kvtc_artifact import HEEDED, WIDE, Artifact, ArtifactHeader, Side, pack
 from tierkv_codecs.kvtc_drift import drift_of
+from tierkv_codecs.kvtc_grades import groups_of
+from tierkv_codecs.kvtc_heed import AHEAD, Heed, budgets_of, fit_heed
 from tierkv_codecs.kvtc_measure import Measured, first_table, measure, probabilities, refine_table
-from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, MOST, NONE, SHIFTS
+from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, NONE, SHIFTS
 
 HEADROOM = 1.24
 """A level's budget is what its ratio leaves, less this factor: `kvtc@8x` is to realise 9 (as in the
@@ -56,13 +58,15 @@ class Rows(NamedTuple):
     """Calibration KV of one part: float16 [rows, features] of both sides, and their metrics.
 
     metrics: float32 [layers x heads, d, d] of both sides. held: bool [rows], set for the sequences
-    that the basis must not see.
+    that the basis must not see. costs: float32 [rows], what an error in each costs beside others,
+    NaN where it is not known.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     metrics: tuple[torch.Tensor, torch.Tensor]
     held: torch.Tensor
+    costs: torch.Tensor
 
 
 class Basis(NamedTuple):
@@ -95,47 +99,67 @@ def calibrate(rows: Rows, header: ArtifactHeader, progress: Progress) -> bytes:
             progress("basis", (before + done) / 2)
 
         bases.append(fit(values, metric, rows.held, on_step))
-    budgets = [32 * features / (ratio * HEADROOM) for ratio in header.ratios]
-    return plan(rows, bases, budgets, header, progress)
+    targets = [32 * features / (ratio * HEADROOM) for ratio in header.ratios]
+    return plan(rows, bases, targets, header, progress)
 
 
 def plan(
     rows: Rows,
     bases: Sequence[Basis],
-    budgets: Sequence[float],
+    targets: Sequence[float],
     header: ArtifactHeader,
     progress: Progress,
 ) -> bytes:
-    """Return the artifact for given bases and budgets (bits per token), from the coarsest."""
-    step = _step((rows.keys, rows.values), bases, rows.held, budgets[-1])
-    sides, measured = [], []
-    for at, (values, basis) in enumerate(zip((rows.keys, rows.values), bases, strict=True)):
-        of = _measured(values, basis, step, rows.held)
+    """Return the artifact for given bases and bits per token of each level, from the coarsest."""
+    values = (rows.keys, rows.values)
+    heed = _heed(rows, bases)
+    shares = heed.shares
+    budgets = budgets_of(targets, shares)
+    step = _step(values, bases, rows.held, budgets[-1])
+    measured = []
+    for at, (of_side, basis) in enumerate(zip(values, bases, strict=True)):
+        measured.append(_measured(of_side, basis, step, rows.held))
         progress("errors", (at + 1) / 2)
-        measured.append(of)
     shifts = nested_plans([(of.error, of.bits) for of in measured], budgets)
     progress("plan", 1.0)
-    for basis, of, plans in zip(bases, measured, shifts, strict=True):
-        sides.append(_side(basis, of, plans, step))
+    together = list(zip(values, bases, measured, shifts, strict=True))
+    first, second = (_side(basis, of, plans, step) for _, basis, of, plans in together)
     errors = np.stack(
-        [
-            _errors(values[rows.held], basis, of, plans, step)
-            for values, basis, of, plans in zip(
-                (rows.keys, rows.values), bases, measured, shifts, strict=True
-            )
-        ],
+        [_errors(part[rows.held], basis, of, plans, step) for part, basis, of, plans in together],
         axis=1,
     )
-    realised = tuple(
+    bits = [
+        sum(_bits(of, plans[number]) for _, _, of, plans in together)
+        for number in range(len(budgets))
+    ]
+    last = len(targets)
+    realised = [
         32
         * rows.keys.shape[1]
-        / sum(_bits(of, plans[level]) for of, plans in zip(measured, shifts, strict=True))
-        for level in range(len(budgets))
-    )
+        / sum(share * bits[min(level + AHEAD[grade], last)] for grade, share in enumerate(shares))
+        for level in range(last)
+    ]
     found = msgspec.structs.replace(
-        header, errors=tuple(map(tuple, errors.tolist())), realised=realised, step=step
+        header,
+        errors=tuple(map(tuple, errors.tolist())),
+        realised=tuple(realised),
+        step=step,
+        grades=AHEAD,
+        cuts=heed.cuts,
     )
-    return _with_drift(found, (sides[0], sides[1]), rows)
+    weights_of = heed.weights[:, : min(len(first.basis), len(second.basis))] * step
+    return _with_drift(found, (first, second), weights_of, rows)
+
+
+def _heed(rows: Rows, bases: Sequence[Basis]) -> Heed:
+    """Learn which tokens' errors cost much; `weights` are for coefficients in steps of 1."""
+    known = rows.costs.isfinite()
+    first = slice(0, min(HEEDED, rows.keys.shape[1]))
+    keys, values = (
+        coefficients(part[known], basis, 1.0, first)
+        for part, basis in zip((rows.keys, rows.values), bases, strict=True)
+    )
+    return fit_heed((keys, values), rows.costs[known])
 
 
 def fit(
@@ -286,18 +310,22 @@ def nested_plans(
     return [np.stack(of) for of in plans]
 
 
-def _with_drift(header: ArtifactHeader, sides: tuple[Side, Side], rows: Rows) -> bytes:
+def _with_drift(
+    header: ArtifactHeader, sides: tuple[Side, Side], heed: torch.Tensor, rows: Rows
+) -> bytes:
     """Return the file with the drift of blocks of calibration values measured, level by level."""
-    shape = (len(header.ratios), len(sides[1].mean), FIRST_SYMBOLS)
-    artifact = Artifact(header, sides, torch.zeros(shape, dtype=torch.int16), b"")
-    blocks = rows.values[: len(rows.values) // DRIFT_BLOCK * DRIFT_BLOCK].split(DRIFT_BLOCK)
-    found: list[list[torch.Tensor]] = [[] for _ in header.ratios]
-    for block in blocks[:: max(len(blocks) // DRIFT_BLOCKS, 1)]:
-        values = block.float() - sides[1].mean
-        finest = project(values, artifact.ready(1, len(header.ratios) - 1))
-        indices = finest.round().clamp(-MOST, MOST).to(torch.int16).numpy()
-        lost = drift_of(artifact, values, indices, len(found))
-        for into, one in zip(found, lost, strict=True):
+    levels = len(header.ratios)
+    shape = (levels, len(sides[1].mean), FIRST_SYMBOLS)
+    artifact = Artifact(header, sides, torch.zeros(shape, dtype=torch.int16), heed, b"")
+    starts = range(0, len(rows.values) - DRIFT_BLOCK + 1, DRIFT_BLOCK)
+    found: list[list[torch.Tensor]] = [[] for _ in range(levels)]
+    for start in starts[:: max(len(starts) // DRIFT_BLOCKS, 1)]:
+        keys, values = (
+            part[start : start + DRIFT_BLOCK].float() - side.mean
+            for part, side in zip((rows.keys, rows.values), sides, strict=True)
+        )
+        groups = groups_of(artifact, (keys, values), levels - 1)
+        for into, one in zip(found, drift_of(artifact, values, groups, levels), strict=True):
             into.append(one)
     weighted_drift = [torch.stack(into) for into in found]
     steps = [max(DRIFT_STEP * float(part.square().mean().sqrt()), 1e-6) for part in weighted_drift]
@@ -307,7 +335,8 @@ def _with_drift(header: ArtifactHeader, sides: tuple[Side, Side], rows: Rows) ->
         for row in whole:
             table[np.arange(len(row)), row] += 1
     drift_table = torch.from_numpy(probabilities(tables).astype(np.int16))
-    return pack(msgspec.structs.replace(header, drift_steps=tuple(steps)), sides, drift_table)
+    full = msgspec.structs.replace(header, drift_steps=tuple(steps))
+    return pack(full, sides, drift_table, heed)
 
 
 def _bits(of: Measured, shifts: np.ndarray) -> float:

@@ -6,22 +6,15 @@ what a level loses of the values is worth bits of its own: about one for each fe
 It is rounded in the weighted form of the features. (For keys it was measured to gain nothing.)
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tierkv_codecs.kvtc_artifact import Artifact, Ready, Side
+from tierkv_codecs.kvtc_grades import Group, coarser, restored, split
 from tierkv_codecs.kvtc_stream import MOST, NONE, SHIFTS, Level, Tables
-
-
-def split(values: torch.Tensor, wide: int) -> torch.Tensor:
-    """Return bf16 values, then what bf16 has lost of the first `wide` ones, then those again.
-
-    The rows [rank + 2 wide, tokens] belong to those of `Ready.synthesis`.
-    """
-    narrow = values.bfloat16()
-    first = narrow[:wide]
-    return torch.cat([narrow, (values[:wide] - first.float()).bfloat16(), first])
 
 
 def drift(rows: torch.Tensor, means: torch.Tensor, side: Side, ready: Ready) -> torch.Tensor:
@@ -44,14 +37,15 @@ def drift(rows: torch.Tensor, means: torch.Tensor, side: Side, ready: Ready) -> 
 
 
 def drift_of(
-    artifact: Artifact, rows: torch.Tensor, indices: NDArray[np.int16], levels: int
+    artifact: Artifact, rows: torch.Tensor, groups: Sequence[Group], levels: int
 ) -> torch.Tensor:
     """Return the drift of values at each of the first levels, from their finest indices."""
-    ready = artifact.ready(1, levels - 1)
+    finest = max((group.grade for group in groups), default=0)
+    ready = artifact.ready(1, artifact.plan(levels - 1, finest))
     means = torch.zeros(ready.rank, levels)
     for number in range(levels):
-        restored = artifact.restored(1, number, artifact.coarse(1, number, indices))
-        means[: len(restored), number] = restored.sum(1) / max(len(rows), 1)
+        found = restored(artifact, coarser(artifact, groups, number), 1, number)
+        means[: len(found), number] = found.sum(1) / max(len(rows), 1)
     return drift(rows, means, artifact.sides[1], ready)
 
 

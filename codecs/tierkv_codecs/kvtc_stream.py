@@ -14,6 +14,7 @@ bits of probability and 16-bit words; token t uses state t mod LANES.
 These functions are integer only, so their bytes are the same on every machine.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,32 +66,47 @@ class Level(NamedTuple):
     start: NDArray[np.int8]
 
 
+Stream = tuple[NDArray[np.uint32], Words, Words]
+"""States, words and escapes."""
+
+
 class StreamError(Exception):
     """The words are not what `encode` makes for these tables."""
 
 
-def encode(
-    indices: Indices, level: Level, tables: Tables
-) -> tuple[NDArray[np.uint32], Words, Words]:
-    """Return final states [LANES], words and escapes for indices int16 [r, tokens]."""
-    symbols, escapes = _symbols(indices, *level, *tables, OFFSETS)
-    states, words = _push(symbols)
-    return states, words, escapes
+def encode(parts: Sequence[tuple[Indices, Level]], tables: Tables) -> Stream:
+    """Return final states [LANES], words and escapes of one side.
+
+    Args:
+        parts: indices int16 [r, tokens] of groups of tokens, one behind the other, each with what
+            happens to it; of the first r components.
+        tables: of the side.
+    """
+    found = [(np.empty((0, 2), np.uint32), np.empty(0, np.uint16))]
+    for indices, level in parts:
+        cut = (of[: len(indices)] for of in level)
+        found.append(_symbols(indices, *cut, *tables, OFFSETS))
+    states, words = _push(np.concatenate([symbols for symbols, _ in found]))
+    return states, words, np.concatenate([escapes for _, escapes in found])
 
 
-def decode(
-    coarse: NDArray[np.int32],
-    level: Level,
-    tables: Tables,
-    states: NDArray[np.uint32],
-    words: Words,
-    escapes: Words,
-) -> None:
+def decode(parts: Sequence[tuple[NDArray[np.int32], Level]], tables: Tables, of: Stream) -> None:
     """Bring indices int32 [r, tokens], as `level.before` left them, to `level.after` in place.
 
     Raises: StreamError where states, words or escapes end early or late.
     """
-    if not _pull(coarse, tuple(level), tuple(tables), states.copy(), words, escapes):
+    states, words, escapes = of[0].copy(), of[1], of[2]
+    # A component reads at most a word a token beyond the end before that is noticed.
+    room = max((coarse.shape[1] for coarse, _ in parts), default=0)
+    more = np.concatenate([words, np.zeros(room, np.uint16)])
+    at = escaped = 0
+    for coarse, level in parts:
+        at, escaped = _pull(
+            coarse, tuple(level), tuple(tables), states, more, words.size, at, escapes, escaped
+        )
+        if at > words.size:
+            raise StreamError
+    if at != words.size or escaped != escapes.size or (states != LOW).any():
         raise StreamError
 
 
@@ -208,32 +224,28 @@ def _push(symbols):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 
 
 @_jit
-def _pull(q, level, tables, states, words, escapes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Decode all components. A component reads at most a word a token, so `more` has room."""
+def _pull(q, level, tables, states, more, count, at, escapes, escaped):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+    """Decode all components; return how many words and escapes are read: one too many is an error.
+
+    `more` has room behind its `count` words for those that a component reads at most.
+    """
     before, after, start = level
     first, refine = tables
-    components, tokens = q.shape
-    more = np.zeros(words.size + tokens, np.uint16)
-    more[: words.size] = words
-    at, escaped = 0, 0
-    for c in range(components):
+    for c in range(q.shape[0]):
         if after[c] == before[c]:
             continue
         shift = before[c]
         if shift == NONE:
             shift = start[c]
             at, escaped = _pull_first(q[c], first[c], states, more, at, escapes, escaped)
-            if at > words.size or escaped > escapes.size:
-                return False
+            if at > count or escaped > escapes.size:
+                return count + 1, escaped
         while shift > after[c]:
             at = _pull_refine(q[c], shift & 1, refine[c, shift], states, more, at)
-            if at > words.size:
-                return False
+            if at > count:
+                return count + 1, escaped
             shift -= 1
-    whole = at == words.size and escaped == escapes.size
-    for lane in range(LANES):
-        whole = whole and states[lane] == LOW
-    return whole
+    return at, escaped
 
 
 @_jit

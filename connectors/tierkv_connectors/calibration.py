@@ -17,6 +17,7 @@ CONTEXT, CONTINUATION = 1024, 128
 GRADIENTS = 32
 """Sequences whose gradients are taken; more changes the metric little."""
 SEED = 1
+COST_TURNS = 8
 
 Progress = Callable[[str, float], None]
 
@@ -86,6 +87,7 @@ def capture(
     count, every = CONTEXT - SINKS, max(len(sequences) // GRADIENTS, 1)
     rows: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     sums: list[torch.Tensor] = []
+    costs = torch.full((len(sequences), count), torch.nan)
     generator = torch.Generator().manual_seed(SEED)
     for number, ids in enumerate(sequences):
         kv = subject.prefill(ids[None, :CONTEXT])
@@ -95,14 +97,40 @@ def capture(
             slopes = subject.gradients(kv, ids[None, CONTEXT:], generator)
             coded = slice(SINKS, CONTEXT - CONTINUATION)
             found = _flat(slopes, coded, subject)
-            moments = [torch.einsum("lthi,lthj->lhij", side, side).flatten(0, 1) for side in found]
+            cost = cost_of(found)
+            costs[number, : len(cost)], most = cost, cost.clamp(min=1.0)
+            # A few tokens cost so much that they would be the whole metric: `heed` is for them.
+            moments = [
+                torch.einsum("lthi,lthj->lhij", side / most[:, None, None], side).flatten(0, 1)
+                for side in found
+            ]
             sums = [old + new for old, new in zip(sums, moments, strict=True)] if sums else moments
         progress("reading", (number + 1) / len(sequences))
     used = len(range(0, len(sequences), every)) * (CONTEXT - CONTINUATION - SINKS)
     held = torch.arange(len(sequences) * count) // count % HELD == HELD - 1
     keys, values = (torch.cat(side) for side in rows)
     assert len(layers) == len(sums[0]) // layers[0].kv_heads
-    return Rows(keys, values, (sums[0] / used, sums[1] / used), held)
+    return Rows(keys, values, (sums[0] / used, sums[1] / used), held, costs.flatten())
+
+
+def cost_of(slopes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what an error in each token costs, beside the tokens' geometric mean [token].
+
+    That of a token is the mean over heads of its squared gradient over the head's usual one, which
+    is a mean over tokens of theirs over their costs: both are found in turn (as Tyler's estimator
+    of scatter finds them), since a few tokens would be the whole mean otherwise.
+
+    Args:
+        slopes: gradients [layer, token, head, dim] of keys and of values.
+    """
+    energies = torch.cat([side.square().sum(3).transpose(0, 1).flatten(1) for side in slopes], 1)
+    energies = energies + energies.mean() * 1e-6
+    cost = torch.ones(len(energies))
+    for _ in range(COST_TURNS):
+        usual = (energies / cost[:, None]).mean(0)
+        cost = (energies / usual).mean(1)
+        cost = cost / cost.log().mean().exp()
+    return cost
 
 
 def _flat(kv: Kv, span: slice, subject: CalibrationSubject) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,15 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from tierkv.errors import invalid
-from tierkv_codecs.kvtc_artifact import FORMAT, MOST_LEVELS, Artifact, ArtifactHeader, unpack
+from tierkv_codecs.kvtc_artifact import (
+    FORMAT,
+    GRADES,
+    MOST_LEVELS,
+    USUAL,
+    Artifact,
+    ArtifactHeader,
+    unpack,
+)
 from tierkv_codecs.kvtc_calibrate import calibrate
 from tierkv_codecs.lab.texts import Document, calibration_texts, digest
 from tierkv_connectors.calibration import CalibrationSubject, capture, part_of, sequences_of
@@ -55,9 +63,11 @@ def run(order: Order) -> int:
             layers=subject.identity.layers,
             ratios=ratios,
             realised=(0.0,) * len(ratios),
-            errors=((0.0, 0.0),) * len(ratios),
+            errors=((0.0, 0.0),) * (len(ratios) + 1),
             step=0.0,
             drift_steps=(1.0,) * len(ratios),
+            grades=(0,) * GRADES,
+            cuts=(0.0,) * (GRADES - 1),
             tokens=len(rows.keys),
             text=digest(documents),
         )
@@ -140,7 +150,8 @@ def _show(artifact: Artifact, path: Path, size: int, seconds: float, console: Co
     for head in ("expected ratio", "components K", "components V"):
         table.add_column(head, justify="right")
     for level, (ratio, realised) in enumerate(zip(header.ratios, header.realised, strict=True)):
-        ranks = [str(artifact.ready(side, level).rank) for side in (0, 1)]
+        plan = artifact.plan(level, USUAL)
+        ranks = [str(artifact.ready(side, plan).rank) for side in (0, 1)]
         table.add_row(f"kvtc@{ratio:g}x", f"{realised:.1f}", *ranks)
     console.print(table)
     console.print(

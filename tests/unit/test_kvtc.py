@@ -174,7 +174,7 @@ def test_the_same_bytes_in_another_process_and_with_any_thread_count(tmp_path: P
         torch.set_num_threads(threads)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     path = tmp_path / "synthetic.kvtc"
-    path.write_bytes(pack(artifact().header, artifact().sides, artifact().drift))
+    path.write_bytes(pack(artifact().header, artifact().sides, artifact().drift, artifact().heed))
     run = subprocess.run(
         [sys.executable, "-c", DIGEST_SCRIPT, "2", str(path)],
         env=environment, capture_output=True, text=True, check=False, timeout=110,
@@ -292,15 +292,19 @@ def test_another_artifact_is_another_digest_and_is_refused() -> None:
 
 def test_an_artifact_that_is_not_sound_is_refused() -> None:
     good = artifact()
-    data = pack(good.header, good.sides, good.drift)
+    rest = (good.drift, good.heed)
+    data = pack(good.header, good.sides, *rest)
     assert unpack(data).digest == good.digest
     for bad in (b"", data[:100], data[:-1], b"\xff" * 64):
         with pytest.raises(TierKVError, match="not a calibration artifact"):
             unpack(bad)
-    newer = msgspec.structs.replace(good.header, format=2)
+    older = msgspec.structs.replace(good.header, format=1)
     with pytest.raises(TierKVError) as refused:
-        unpack(pack(newer, good.sides, good.drift))
+        unpack(pack(older, good.sides, *rest))
     assert refused.value.kind is ErrorKind.INCOMPATIBLE
+    for heed in (good.heed[:1], good.heed.double(), good.heed * float("inf"), torch.zeros(2, 999)):
+        with pytest.raises(TierKVError, match="not a calibration artifact"):
+            unpack(pack(good.header, good.sides, good.drift, heed))
     keys, values = good.sides
     unsound = [
         keys._replace(first=keys.first + 1),
@@ -312,7 +316,7 @@ def test_an_artifact_that_is_not_sound_is_refused() -> None:
     ]
     for side in unsound:
         with pytest.raises(TierKVError, match="not a calibration artifact"):
-            unpack(pack(good.header, (side, values), good.drift))
+            unpack(pack(good.header, (side, values), *rest))
 
 
 def test_a_registry_takes_the_levels_and_finds_the_artifact() -> None:

@@ -54,9 +54,25 @@ def test_every_prefix_of_levels_gives_the_coarser_indices(tokens: int) -> None:
     indices, known = normal(tokens, 2), tables()
     found = np.zeros(indices.shape, np.int32)
     for level in levels():
-        decode(found, level, known, *encode(indices, level, known))
+        decode([(found, level)], known, encode([(indices, level)], known))
         assert np.array_equal(found, coarsened(indices, level.after))
     assert np.array_equal(found, indices)
+
+
+def test_groups_of_tokens_share_a_stream_each_at_its_own_level() -> None:
+    known, (coarse, middle, fine) = tables(), levels()
+    whole = [normal(tokens, seed) for tokens, seed in ((50, 7), (0, 8), (7, 9))]
+    jump = fine._replace(before=coarse.after)
+    steps = [(coarse, middle), (coarse, jump), (middle._replace(before=coarse.before), fine)]
+    found = [np.zeros(indices.shape, np.int32) for indices in whole]
+    for turn in (0, 1):
+        parts = [(indices, step[turn]) for indices, step in zip(whole, steps, strict=True)]
+        stream = encode(parts, known)
+        decode([(one, step[turn]) for one, step in zip(found, steps, strict=True)], known, stream)
+        for one, (indices, level) in zip(found, parts, strict=True):
+            assert np.array_equal(one, coarsened(indices, level.after))
+    with pytest.raises(StreamError):
+        decode([(np.zeros((6, 50), np.int32), coarse)], known, encode(parts[:1], known))
 
 
 def test_coarser_cells_contain_finer_ones_and_are_as_wide_as_their_step() -> None:
@@ -78,14 +94,14 @@ def test_escapes_carry_the_largest_index() -> None:
     indices[:, ::2] *= -1
     found = np.zeros(indices.shape, np.int32)
     for level in levels():
-        decode(found, level, known, *encode(indices, level, known))
+        decode([(found, level)], known, encode([(indices, level)], known))
     assert np.array_equal(found, indices)
 
 
 def test_bits_are_those_of_the_probabilities() -> None:
     indices, known = normal(5000, 3), tables()
     level = Level(np.full(6, NONE, np.int8), LEVELS[0], STARTS)
-    _, words, _ = encode(indices, level, known)
+    _, words, _ = encode([(indices, level)], known)
     cells = coarsened(indices, np.where(LEVELS[0] == NONE, NONE, STARTS).astype(np.int8))
     share = np.take_along_axis(
         known.first[:4].astype(float) / TOTAL, np.clip(cells[:4], -ESCAPE, ESCAPE) + ESCAPE, 1
@@ -118,7 +134,7 @@ def test_words_are_those_of_the_format() -> None:
         for token, cell in enumerate(np.clip(cells, -ESCAPE, ESCAPE) + ESCAPE):
             ranges.append((int(low[c, cell]), int(known.first[c, cell]), token % LANES))
     only = Level(level.before, np.where(LEVELS[0] < NONE, STARTS, NONE).astype(np.int8), STARTS)
-    states, words, _ = encode(indices, only, known)
+    states, words, _ = encode([(indices, only)], known)
     expected_states, expected_words = plain_states(ranges)
     assert states.tolist() == expected_states
     assert words.tolist() == expected_words
@@ -136,7 +152,7 @@ def test_probabilities_add_up() -> None:
 def test_words_that_are_not_ours_are_refused_or_decode_within_bounds() -> None:
     known, indices = tables(), normal(TOKENS, 5)
     level = levels()[0]
-    states, words, escapes = encode(indices, level, known)
+    states, words, escapes = encode([(indices, level)], known)
     refused = 0
     draw = np.random.default_rng(6)
     for turn in range(200):
@@ -148,7 +164,7 @@ def test_words_that_are_not_ours_are_refused_or_decode_within_bounds() -> None:
         else:
             bad[draw.integers(0, len(bad))] ^= 1 << draw.integers(0, 16)
         try:
-            decode(np.zeros(indices.shape, np.int32), level, known, states, bad, escapes)
+            decode([(np.zeros(indices.shape, np.int32), level)], known, (states, bad, escapes))
         except StreamError:
             refused += 1
     assert refused >= 190
