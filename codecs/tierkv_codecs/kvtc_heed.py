@@ -17,7 +17,7 @@ RIDGE = 0.003
 """Weight of the squared weights of standardised coefficients beside a token's deviance."""
 TURNS = 100
 AHEAD = (0, 1, 2, 4)
-"""So many plans each grade is ahead of grade 0: half, as many, twice and eight times the usual bits.
+"""So many plans each grade is ahead of grade 0: half, as many, twice, eight times the usual bits.
 One token in fifty draws most attention, and is worth far more than twice the bits."""
 CUTS = (-1.0, 1.0, 3.0)
 """Where grades begin: log costs beside that of the median token."""
