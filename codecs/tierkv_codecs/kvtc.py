@@ -150,7 +150,9 @@ class Kvtc:
         keys, values = self.artifact_file.sides
         return keys.mean.to(device), values.mean.to(device)
 
-    def _watch(self, rows: tuple[torch.Tensor, torch.Tensor], groups: Sequence[Group]) -> None:
+    def _watch(
+        self, rows: tuple[torch.Tensor, torch.Tensor], groups: Sequence[Group[np.int16]]
+    ) -> None:
         """Compare the error that the block will have with that of calibration. Raises: Unsuited."""
         tokens = len(rows[0])
         if not tokens:
@@ -169,7 +171,7 @@ class Kvtc:
             if float(error.mean()) > self.guard:
                 raise Unsuited("it is out of the artifact's domain")
 
-    def _segment(self, groups: Sequence[Group], lost: torch.Tensor, number: int) -> bytes:
+    def _segment(self, groups: Sequence[Group[np.int16]], lost: torch.Tensor, number: int) -> bytes:
         artifact, coded = self.artifact_file, []
         for side in (0, 1):
             parts = [
@@ -185,7 +187,7 @@ class Kvtc:
 
     def _groups(
         self, segments: Sequence[Sequence[Stream]], marks: bytes, tokens: int
-    ) -> list[Group]:
+    ) -> list[Group[np.int32]]:
         """Return the tokens by grades with their indices at the last level. Raises: CodecError."""
         groups = unpacked(self.artifact_file, marks, tokens)
         for number, streams in enumerate(segments):

@@ -37,7 +37,7 @@ def drift(rows: torch.Tensor, means: torch.Tensor, side: Side, ready: Ready) -> 
 
 
 def drift_of(
-    artifact: Artifact, rows: torch.Tensor, groups: Sequence[Group], levels: int
+    artifact: Artifact, rows: torch.Tensor, groups: Sequence[Group[np.int16]], levels: int
 ) -> torch.Tensor:
     """Return the drift of values at each of the first levels, from their finest indices."""
     finest = max((group.grade for group in groups), default=0)

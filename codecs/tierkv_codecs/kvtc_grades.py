@@ -7,7 +7,7 @@ beyond that of a token of grade 0, at every level; its grade is written, so a re
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from tierkv_codecs.kvtc_artifact import USUAL, Artifact, project
 from tierkv_codecs.kvtc_stream import MOST
 
 GRADES_PER_BYTE = 4
+N = TypeVar("N", bound=np.signedinteger[Any])
 
 
-class Group(NamedTuple):
+class Group(NamedTuple, Generic[N]):
     """The tokens of one grade: where they are in the block, and both sides' [rank, tokens].
 
     While encoding int16, the finest indices; while decoding int32, as far as they are known.
@@ -28,12 +29,12 @@ class Group(NamedTuple):
 
     grade: int
     tokens: NDArray[np.int64]
-    sides: tuple[NDArray[np.integer], NDArray[np.integer]]
+    sides: tuple[NDArray[N], NDArray[N]]
 
 
 def groups_of(
     artifact: Artifact, rows: tuple[torch.Tensor, torch.Tensor], level: int
-) -> list[Group]:
+) -> list[Group[np.int16]]:
     """Return centred rows [tokens, features] of both sides as indices at a level, by grades.
 
     Raises: Unsuited for rows that are not finite.
@@ -79,14 +80,15 @@ def _finer(
     return [project(side[some], artifact.ready(number, plan)) for number, side in enumerate(rows)]
 
 
-def packed(groups: Sequence[Group]) -> bytes:
+def packed(groups: Sequence[Group[Any]]) -> bytes:
     """Return the grade of each token, two bits each, the first in the lowest bits."""
     tokens = sum(len(group.tokens) for group in groups)
     grades = np.zeros(-(-tokens // GRADES_PER_BYTE) * GRADES_PER_BYTE, np.uint8)
     for group in groups:
         grades[group.tokens] = group.grade
     apart = grades.reshape(-1, GRADES_PER_BYTE) << np.arange(0, 8, 2, dtype=np.uint8)
-    return np.bitwise_or.reduce(apart, 1).astype(np.uint8).tobytes()
+    together: NDArray[np.uint8] = np.bitwise_or.reduce(apart, 1)
+    return together.tobytes()
 
 
 def packed_bytes(tokens: int) -> int:
@@ -94,7 +96,7 @@ def packed_bytes(tokens: int) -> int:
     return -(-tokens // GRADES_PER_BYTE)
 
 
-def unpacked(artifact: Artifact, data: bytes, tokens: int) -> list[Group]:
+def unpacked(artifact: Artifact, data: bytes, tokens: int) -> list[Group[np.int32]]:
     """Return the groups of a block with nothing decoded yet: the inverse of `packed`."""
     pairs = np.frombuffer(data, np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)
     grades = (pairs & 3).reshape(-1)[:tokens]
@@ -106,7 +108,9 @@ def unpacked(artifact: Artifact, data: bytes, tokens: int) -> list[Group]:
     return found
 
 
-def restored(artifact: Artifact, groups: Sequence[Group], side: int, level: int) -> torch.Tensor:
+def restored(
+    artifact: Artifact, groups: Sequence[Group[np.int32]], side: int, level: int
+) -> torch.Tensor:
     """Return the coefficients that a reader of a level has, float32 [rank, tokens].
 
     `groups` hold indices as they are at the level; the rank is that of the finest grade.
@@ -142,7 +146,7 @@ class Restored:
     def __init__(
         self,
         artifact: Artifact,
-        groups: Sequence[Group],
+        groups: Sequence[Group[np.int32]],
         side: int,
         level: int,
         device: torch.device,
@@ -168,7 +172,7 @@ class Restored:
         return found
 
 
-def picked(groups: Sequence[Group], tokens: NDArray[np.int64]) -> list[Group]:
+def picked(groups: Sequence[Group[N]], tokens: NDArray[np.int64]) -> list[Group[N]]:
     """Return some tokens of a block, in rising order, as a block of their own."""
     found = []
     for grade, at, sides in groups:
@@ -179,7 +183,9 @@ def picked(groups: Sequence[Group], tokens: NDArray[np.int64]) -> list[Group]:
     return found
 
 
-def coarser(artifact: Artifact, groups: Sequence[Group], level: int) -> list[Group]:
+def coarser(
+    artifact: Artifact, groups: Sequence[Group[np.int16]], level: int
+) -> list[Group[np.int32]]:
     """Return groups of finest indices as they are at a level."""
     found = []
     for grade, tokens, sides in groups:

@@ -1,5 +1,6 @@
 """Grades of kvtc: costly tokens are told, cost more bits, and come back with smaller errors."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ TOKENS, POSITION = 128, 512
 GRADED = artifact(graded=True)
 
 
-def groups(block: torch.Tensor, level: int = 0) -> list[Group]:
+def groups(block: torch.Tensor, level: int = 0) -> list[Group[np.int16]]:
     keys, values = (side.mean for side in GRADED.sides)
     rows = rows_of(block, (SPEC,) * LAYERS, POSITION, (keys, values))
     return groups_of(GRADED, rows, level)
