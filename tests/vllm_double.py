@@ -6,6 +6,7 @@ whose layers share memory and block ids as vLLM's do, groups that keep only a wi
 ranks that each have some heads.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from tierkv_connectors.vllm.groups import kv_groups
 from tierkv_connectors.vllm.kept import Kept, Options
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.ranks import Ranks
+from tierkv_connectors.vllm.reports import Report
 from tierkv_connectors.vllm.scheduler import Scheduler
 from tierkv_connectors.vllm.worker import Worker
 
@@ -109,6 +111,7 @@ class Asked:
     """By group; 0 where a window has moved on."""
     external: int = 0
     """Tokens that were loaded."""
+    session_id: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -186,9 +189,13 @@ class EngineDouble:
         self.worker = self.ranks[0].worker
         self._numbers = itertools.count()
 
-    def ask(self, tokens: Sequence[int], **wishes: object) -> Asked:
+    def made(self, tokens: Sequence[int], **wishes: object) -> Asked:
+        """Return a request that has not arrived yet."""
         params = {"tierkv": wishes} if wishes else None
-        request = Asked(f"r{next(self._numbers)}", list(tokens), params)
+        return Asked(f"r{next(self._numbers)}", list(tokens), params)
+
+    def ask(self, tokens: Sequence[int], **wishes: object) -> Asked:
+        request = self.made(tokens, **wishes)
         self.scheduler.arrived(request)
         return request
 
@@ -244,6 +251,7 @@ class EngineDouble:
         whole = self.kept.fails_whole
         name = request.request_id
         lost = frozenset([name]) if failed and whole else frozenset[str]()
+        self.hear()
         self.scheduler.stepped([name], set() if whole else unfilled, lost)
         if lost:
             return self.again(request)
@@ -378,6 +386,12 @@ class EngineDouble:
     def release(self, request: Asked, *, reuse: bool = True) -> None:
         ids = [block for group in request.block_ids for block in group if block]
         self.free = ids + self.free if reuse else self.free + ids
+
+    def hear(self) -> None:
+        """Let the scheduler side hear what the workers have to tell."""
+        reports = [found for rank in self.ranks if (found := rank.worker.report()) is not None]
+        if reports:
+            self.scheduler.heard(functools.reduce(Report.merge, reports))
 
     def settle(self) -> None:
         """Wait until no lane has anything to do."""

@@ -69,11 +69,44 @@ def metrics(llm: Any, prefix: str) -> dict[str, float]:
     return found
 
 
+HEARD: list[Any] = []
+"""The subscriber of the engine's events, once there is one."""
+
+
+def subscribe(endpoint: str) -> None:
+    """Follow the events that vLLM publishes, as a router would."""
+    import zmq
+
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.connect(endpoint)
+    subscriber.setsockopt_string(zmq.SUBSCRIBE, "")
+    HEARD.append(subscriber)
+
+
+def events(llm: Any) -> list[dict[str, Any]]:
+    """Return what was published since the last call; hashes are hex."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    del llm
+    found = []
+    while HEARD[0].poll(500):
+        *_, payload = HEARD[0].recv_multipart()
+        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+            fields = {name: getattr(event, name) for name in event.__struct_fields__}
+            for name in ("block_hashes", "parent_block_hash"):
+                fields[name] = repr(fields.get(name))
+            fields.pop("extra_keys", None)
+            found.append({"type": type(event).__name__, **fields})
+    return found
+
+
 SAME_FOR_ALL = ("engine", "model_name")
 ACTIONS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "generate_with_aborts": generate_with_aborts,
     "metrics": metrics,
+    "events": events,
     "reload_weights": lambda llm: llm.collective_rpc("reload_weights"),
     "sleep": lambda llm, level: llm.sleep(level),
     "wake_up": lambda llm: llm.wake_up(),
@@ -90,7 +123,11 @@ def main() -> None:
         try:
             if action == "start":
                 from vllm import LLM, __version__
+                from vllm.config import KVEventsConfig
 
+                if published := request.get("kv_events_config"):
+                    request["kv_events_config"] = KVEventsConfig(**published)
+                    subscribe(published["endpoint"])
                 llm, result = LLM(**request), __version__
             else:
                 result = ACTIONS[action](llm, **request)

@@ -384,7 +384,7 @@ def test_an_answer_counts_what_a_load_has_filled(engine: EngineDouble) -> None:
     engine.admit(request)
     engine.settle()
     load = engine.worker._over.pop()  # as if the third store block had been lost
-    engine.worker._over.append((load[0], request.block_ids[0][8:24]))
+    engine.worker._over.append(load._replace(unfilled=request.block_ids[0][8:24]))
     computed = engine.wait(request, request.external)
     assert computed == 32
     engine.compute(request, computed)

@@ -3,12 +3,18 @@
 import threading
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from tierkv.calls import MatchReply
 from tierkv.client import MISS
 from tierkv.fidelity import Fidelity
+from tierkv.key import KEY_BYTES, chain_keys
 from tierkv_connectors.sources import tokens_by_tier
 from tierkv_connectors.vllm.engine import Request
+from tierkv_connectors.vllm.media import media_extras
+from tierkv_connectors.vllm.wishes import NO_HINTS, Hints
 
 
 class Lookup:
@@ -24,6 +30,8 @@ class Lookup:
         """Store blocks that KV groups without a window have, as far as is known."""
         self.until = 0.0
         """`time.monotonic` until which the answer may be used."""
+        self.followed = False
+        """Whether the event stream has been told of the answer."""
         self.computed = 0
         """Tokens that the engine held when it was last told of this answer."""
         self._guard = threading.Lock()
@@ -53,6 +61,7 @@ class Asked:
     fidelity: Fidelity
     """The least class that it is served, and so the class of what it computes."""
     store: bool
+    hints: Hints = NO_HINTS
     keys: bytes = b""
     blocks: list[list[int]] = field(default_factory=list)
     """By engine group; in one with a window those that the engine has given up may still stand."""
@@ -69,7 +78,29 @@ class Asked:
     """A load did not fill all that it should: what is missing is computed, not loaded again."""
     sources: dict[str, int] = field(default_factory=dict)
     """Tokens of its loads by the tier they came from."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Store blocks of its loads by the class of what they were filled from."""
     finished: bool = False
+
+    def extended(self, keys: bytes, tokens: int) -> bytes:
+        """Return the keys of all full store blocks of `tokens` tokens; the first are known."""
+        count, ids = len(keys) // KEY_BYTES, self.request.all_token_ids
+        stop = len(ids) // tokens * tokens
+        if stop <= count * tokens:
+            return keys
+        fresh = np.array(ids[count * tokens : stop], np.int32)
+        media = media_extras(self.request.mm_features or (), tokens, count, stop // tokens)
+        return keys + chain_keys(keys[-KEY_BYTES:] or self.root, fresh, tokens, media)
+
+    def told(self, tokens: int) -> dict[str, Any]:
+        """Return what its answer says, for store blocks of `tokens` tokens."""
+        if not self.sources:
+            return {}
+        loaded = sum(self.sources.values())
+        found = {"loaded_tokens": self.sources, "fidelity": self.fidelity.label}
+        if self.classes:
+            found["loaded_classes"] = tokens_by_tier(self.classes, loaded, tokens)
+        return found
 
     def unfilled(self, blocks: AbstractSet[int], tokens: int) -> None:
         """Note which engine blocks of `tokens` tokens the load did not fill, if any."""
@@ -77,3 +108,14 @@ class Asked:
         if filled is not None:
             self.failed = True
             self.sources = tokens_by_tier(self.sources, filled * tokens, 1)
+
+
+def separate(request: Request, mark: str) -> None:
+    """Keep a request's blocks apart, under a mark, in the engine's own prefix cache.
+
+    It serves what we load to the next request without asking us, so other classes have other names
+    there. Ours are made without this salt, which no client can know.
+    """
+    request.cache_salt = f"{request.cache_salt or ''} {mark}"
+    request.block_hashes.clear()
+    request.update_block_hashes()

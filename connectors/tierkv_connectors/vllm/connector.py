@@ -23,7 +23,8 @@ from tierkv_connectors.private import PrivateSidecar
 from tierkv_connectors.vllm.identity import LoraNames, request_extras
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.scheduler import Scheduler
-from tierkv_connectors.vllm.stats import Refused
+from tierkv_connectors.vllm.stats import Word
+from tierkv_connectors.vllm.stream import events_of
 from tierkv_connectors.vllm.weights import watch
 from tierkv_connectors.vllm.worker_calls import Metadata, WorkerCalls
 
@@ -67,6 +68,9 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
             extras_of = partial(request_extras, loras=LoraNames())
             self._scheduler = Scheduler(self._kept, self._client, self._threads, extras_of)
             self._edge.shield("watch", self._watch_weights, None)
+            self._scheduler.events = self._edge.shield(
+                "events", partial(events_of, vllm_config, kv_cache_config, self._kept), None
+            )
             if transfer.kv_load_failure_policy != "recompute":
                 _log.warning(
                     "kv_load_failure_policy is %r: a block that is lost while it is loaded fails "
@@ -121,8 +125,10 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
         scheduler, received = self._scheduler, connector_output.finished_recving or ()
         unfilled = connector_output.invalid_block_ids or frozenset()
         if scheduler is not None:
-            if isinstance(connector_output.kv_connector_worker_meta, Refused):
-                scheduler.refused = True
+            word = connector_output.kv_connector_worker_meta
+            if isinstance(word, Word):
+                scheduler.refused |= word.refused
+                self._edge.shield("heard", lambda: scheduler.heard(word.report), None)
             failed = frozenset(getattr(connector_output, "failed_recving", None) or ())
             self._edge.shield(
                 "stepped", lambda: scheduler.stepped(received, unfilled, failed), None
@@ -171,7 +177,7 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, object]) -> None:
         """Hear at start from the workers that cannot keep their KV."""
-        refused = any(isinstance(one, Refused) for one in metadata.values())
+        refused = any(isinstance(one, Word) and one.refused for one in metadata.values())
         if refused and self._scheduler is not None:
             self._scheduler.refused = True
 
@@ -188,8 +194,9 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
         self._edge.shield("reset", self.reset_cache, None)
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events."""
-        return ()
+        """Return what is to be said of blocks in the sidecar."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
 
     @property
     def requires_kv_delivery(self) -> bool:

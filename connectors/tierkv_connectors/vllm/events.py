@@ -47,6 +47,14 @@ class Asker(NamedTuple):
     session: str | None
 
 
+def asker_of(request: Any) -> Asker:  # noqa: ANN401 -- vLLM's own, whose versions differ
+    """Return what events say of one of vLLM's requests."""
+    lora = getattr(request, "lora_request", None)
+    named = (lora.lora_int_id, lora.lora_name) if lora is not None else (None, None)
+    session = getattr(request, "session_id", None)
+    return Asker(request.block_hashes, request.all_token_ids, named, session)
+
+
 class _Draft(NamedTuple):
     fields: dict[str, Any]
     writers: int

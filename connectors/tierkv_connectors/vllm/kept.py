@@ -69,7 +69,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def options_of(extra: Mapping[str, Any]) -> Options:
     """Return the options of a connector. Raises: TierKVError (invalid) naming the wrong one."""
-    options = _read("kv_connector_extra_config", dict(extra), Options)
+    options = checked("kv_connector_extra_config", dict(extra), Options)
     class_of(options.fidelity)
     for name in options.profiles:
         profile_of(name)
@@ -98,24 +98,8 @@ def check_device(kind: str, options: Options) -> None:
         raise invalid(f"its KV lies on {kind}: only CPU and CUDA are supported")
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_transfer_params["tierkv"]` of one request."""
-
-    store: bool = True
-    """False: nothing of this request is kept."""
-    fidelity: str = ""
-    """The least class that may be served; "": the engine's."""
-
-
-def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
-    """Return a request's wishes. Raises: TierKVError (invalid) naming the wrong one."""
-    wishes = _read('kv_transfer_params["tierkv"]', (params or {}).get("tierkv", {}), Wishes)
-    if wishes.fidelity:
-        class_of(wishes.fidelity)
-    return wishes
-
-
-def _read(where: str, found: object, kind: type[S]) -> S:
+def checked(where: str, found: object, kind: type[S]) -> S:
+    """Return what `found` says as a `kind`. Raises: TierKVError (invalid) naming what is wrong."""
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:

@@ -7,7 +7,9 @@ each holds a whole number of engine blocks.
 from dataclasses import dataclass
 
 from tierkv.fidelity import Fidelity
+from tierkv.key import KEY_BYTES
 from tierkv_connectors.vllm.groups import Span
+from tierkv_connectors.vllm.wishes import NO_HINTS, Hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,12 @@ class Save:
     """What is offered: whole store blocks of KV groups."""
     fresh: int = 0
     """Store blocks of these that were not offered before."""
+    hints: Hints = NO_HINTS
+
+    @property
+    def fresh_keys(self) -> bytes:
+        """Keys of those, the last ones."""
+        return self.keys[len(self.keys) - self.fresh * KEY_BYTES :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,22 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from tierkv.calls import MAX_UNITS, MatchReply
 from tierkv.client import MISS, Client
 from tierkv.errors import TierKVError, invalid
 from tierkv.executor import Executor
-from tierkv.fidelity import CLASSES, Fidelity
-from tierkv.key import KEY_BYTES, Extras, chain_keys
+from tierkv.fidelity import CLASSES, FIDELITIES
+from tierkv.key import KEY_BYTES, Extras
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
-from tierkv_connectors.vllm.asked import Asked, Lookup
+from tierkv_connectors.vllm.asked import Asked, Lookup, separate
 from tierkv_connectors.vllm.engine import Output, Request
+from tierkv_connectors.vllm.events import Events, asker_of
 from tierkv_connectors.vllm.groups import BlockIds, Span, spans_to_fill, spans_to_offer
-from tierkv_connectors.vllm.kept import Kept, wishes_of
-from tierkv_connectors.vllm.media import media_extras
+from tierkv_connectors.vllm.kept import Kept
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+from tierkv_connectors.vllm.reports import Report
+from tierkv_connectors.vllm.wishes import wishes_of
 
 WAIT_S = 0.0008
 """Longest that one attempt to schedule a request waits for the sidecar's answer."""
@@ -64,6 +64,8 @@ class Scheduler:
         self._fingerprint = kept.identity.fingerprint
         self.problems: dict[str, str] = {}
         """What is wrong with the wishes of requests, by their ids."""
+        self.events: Events | None = None
+        """Where vLLM's event stream is told of blocks, if it is on."""
         self._requests: dict[str, Asked] = {}
         self._loads: list[Load] = []
         self._sizes = {
@@ -94,21 +96,12 @@ class Scheduler:
             store = self._kept.options.save and wishes.store
             fidelity = CLASSES[wishes.fidelity] if wishes.fidelity else self._kept.fidelity
             if fidelity != self._kept.fidelity:
-                self._separate(request, fidelity)
+                separate(request, f"{self._mark} {fidelity.name}")
             root = self._kept.root(self._fingerprint, extras)
-            held = Asked(request, self._fingerprint, root, fidelity, store)
+            hints = wishes.hints(getattr(request, "session_id", None))
+            held = Asked(request, self._fingerprint, root, fidelity, store, hints)
             self._requests[name] = held
             self._look(held)
-
-    def _separate(self, request: Request, fidelity: Fidelity) -> None:
-        """Keep a request's blocks apart in the engine's own prefix cache.
-
-        It serves what we load to the next request without asking us, so other classes have other
-        names there. Ours are made without this salt, which no client can know.
-        """
-        request.cache_salt = f"{request.cache_salt or ''} {self._mark} {fidelity.name}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Return the tokens to load beyond the `computed` ones; None: ask again later.
@@ -127,6 +120,7 @@ class Scheduler:
             self._look(held)
             return None
         held.reach = max(held.reach, lookup.reach)
+        self._follow(held, lookup)
         blocks = min(lookup.reply.blocks, (request.num_tokens - 1) // self._kept.tokens)
         external = blocks * self._kept.tokens - computed
         # Windows are those before the answer's end, and no other.
@@ -265,8 +259,8 @@ class Scheduler:
     def ended(self, request: Request) -> dict[str, Any]:
         """Forget a request; one that is being loaded for is kept until that has been reported.
 
-        Returns: what its answer says: `loaded_tokens` by tier and the class that was served at
-            least, or its `problem`.
+        Returns: what its answer says: tokens that were loaded by tier and class, and the class that
+            was served at least, or its `problem`.
         """
         problem = self.problems.pop(request.request_id, "")
         if problem:
@@ -278,9 +272,18 @@ class Scheduler:
         held.finished = True
         if not held.loading:
             del self._requests[request.request_id]
-        if not held.sources:
-            return {}
-        return {"loaded_tokens": held.sources, "fidelity": held.fidelity.label}
+        if held.hints.closed and not self.refused:
+            self._executor.submit("lookup", lambda: self._close_session(held))
+        return held.told(self._kept.tokens)
+
+    def heard(self, report: Report) -> None:
+        """Hear what a step's loads and saves were, before it is heard that the step has ended."""
+        for name, classes in report.classes.items():
+            if name in self._requests:
+                labels = {FIDELITIES[number].label: count for number, count in classes.items()}
+                self._requests[name].classes = labels
+        for save in report.saves if self.events is not None else ():
+            self.events.saved(save.offered, save.stored, save.fidelity)
 
     def reset(self) -> None:
         """Find nothing any more of what was kept until now: the weights may be others.
@@ -293,6 +296,18 @@ class Scheduler:
             self._forget(held)
             held.store, held.failed = False, True
         self._loads = [replace(load, match=0) for load in self._loads]
+        if self.events is not None:
+            self.events.forgotten()
+
+    def _close_session(self, held: Asked) -> None:
+        """Tell the sidecar that no call of a request's session follows; a job of the lane."""
+        most = MAX_UNITS // len(self._kept.groups) * KEY_BYTES
+        keys = held.extended(held.keys, self._kept.tokens)[:most]
+        if keys:
+            call = self._kept.match_call(
+                held.fingerprint, keys, held.fidelity, 0.0, self.cost, self._kept.stored_shards[0]
+            )
+            self._client.release(self._client.match(held.hints.on(call)).match)
 
     def _look(self, held: Asked) -> Lookup:
         held.lookup = lookup = Lookup()
@@ -308,7 +323,7 @@ class Scheduler:
         """Hash a request's tokens and match them; a job of the lane."""
         deadline_s, reply = self._kept.options.deadline_s, MISS
         try:
-            lookup.keys = keys = self._extended(held, known)
+            lookup.keys = keys = held.extended(known, self._kept.tokens)
             usable = (held.request.num_tokens - 1) // self._kept.tokens
             asked = keys[: usable * KEY_BYTES]
             until = time.monotonic() + deadline_s
@@ -330,23 +345,22 @@ class Scheduler:
         call = self._kept.match_call(
             held.fingerprint, keys[: most * KEY_BYTES], held.fidelity, left_s, self.cost, shards
         )
-        reply = self._client.match(call)
+        reply = self._client.match(held.hints._replace(closed=False).on(call))
         return self._client.wait(reply.match, left_s) if reply.pending else reply
-
-    def _extended(self, held: Asked, keys: bytes) -> bytes:
-        """Return the keys of all full blocks of a request, of which the first are known."""
-        size, count = self._kept.tokens, len(keys) // KEY_BYTES
-        ids = held.request.all_token_ids
-        stop = len(ids) // size * size
-        if stop <= count * size:
-            return keys
-        tokens = np.array(ids[count * size : stop], np.int32)
-        media = media_extras(held.request.mm_features or (), size, count, stop // size)
-        return keys + chain_keys(keys[-KEY_BYTES:] or held.root, tokens, size, media)
 
     def _pays(self, reply: MatchReply) -> bool:
         """Return whether loading beats computing, as far as both are known."""
         return not reply.recompute_s or reply.load_s < reply.recompute_s
+
+    def _follow(self, held: Asked, lookup: Lookup) -> None:
+        """Let the event stream know, once, what a match has found."""
+        if self.events is not None and lookup.keys and not lookup.followed:
+            lookup.followed, reply = True, lookup.reply
+            usable = (held.request.num_tokens - 1) // self._kept.tokens * KEY_BYTES
+            self.events.looked_up(
+                asker_of(held.request), lookup.keys[:usable], reply.blocks,
+                reply.sources.items(), held.fidelity,
+            )  # fmt: skip
 
     def _forget(self, held: Asked) -> None:
         """End the lease of an answer that is not used, now or when it comes."""
@@ -361,7 +375,7 @@ class Scheduler:
         sealed = min(done, len(held.request.all_token_ids)) // kept.tokens
         if not held.store or sealed <= held.offered:
             return
-        held.keys = self._extended(held, held.keys)
+        held.keys = held.extended(held.keys, kept.tokens)
         # Where others went on another way, more will: a hit may end there too from now on. And the
         # same prompt again leaves a token to compute, so one of whole blocks ends a block earlier.
         again = (len(held.request.all_token_ids) - 1) // kept.tokens
@@ -370,7 +384,9 @@ class Scheduler:
         fresh, held.offered = sealed - held.offered, sealed
         if spans:
             keys = held.keys[: sealed * KEY_BYTES]
-            saves.append(Save(held.fingerprint, keys, held.fidelity, spans, fresh))
+            saves.append(Save(held.fingerprint, keys, held.fidelity, spans, fresh, held.hints))
+            if self.events is not None:
+                self.events.offered(asker_of(held.request), keys, sealed - fresh)
 
     def _note_prefill(self, output: Output) -> None:
         """Learn what computing costs from steps that do nothing else for one request."""

@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from tierkv_connectors.vllm.reports import Report
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -36,13 +38,16 @@ COUNTED = {
 
 
 @dataclass
-class Refused(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):
-    """A worker's word to the scheduler side, at start or with a step: it keeps nothing."""
+class Word(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):
+    """A worker's word to the scheduler side, at start or with a step."""
+
+    refused: bool = False
+    """It keeps nothing."""
+    report: Report = field(default_factory=Report)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return this: one rank that keeps nothing is enough."""
-        del other
-        return self
+        """Add another rank's word; one that keeps nothing is enough."""
+        return Word(self.refused or other.refused, self.report.merge(other.report))
 
 
 @dataclass

@@ -8,7 +8,7 @@ still has to read, the save gives it up.
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -25,6 +25,7 @@ from tierkv_connectors.vllm.groups import Span
 from tierkv_connectors.vllm.kept import Kept
 from tierkv_connectors.vllm.pace import Pace
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+from tierkv_connectors.vllm.reports import Ended, Reports, Saved
 from tierkv_connectors.vllm.shelves import Shelf, Shelves
 
 
@@ -53,39 +54,7 @@ class _Saving:
             self.left = blocks.union(*(span.ids for span in later))
 
 
-class _Reports:
-    """What became of loads, until vLLM asks. A lane may add to it at any time."""
-
-    def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
-        self._over: deque[tuple[str, Sequence[int]]] = deque()
-        """Loads that are over, by any outcome, with the engine blocks that were not filled."""
-        self._unfilled: set[int] = set()
-        self._failed: set[str] = set()
-
-    def ended(self) -> set[str]:
-        """Return the requests whose loads are over since the last call."""
-        names: set[str] = set()
-        while self._over:
-            name, unfilled = self._over.popleft()
-            names.add(name)
-            self._unfilled.update(unfilled)
-            if unfilled:
-                self._failed.add(name)
-        return names
-
-    def failed(self) -> set[str]:
-        """Return those of the `ended` whose loads did not fill everything, since the last call."""
-        names, self._failed = self._failed, set()
-        return names
-
-    def unfilled(self) -> set[int]:
-        """Return the engine blocks that loads were to fill and did not, since the last call."""
-        blocks, self._unfilled = self._unfilled, set()
-        return blocks
-
-
-class NoWorker(_Reports):
+class NoWorker(Reports):
     """What a worker does whose KV cannot be kept: every load of the scheduler's is unfilled."""
 
     def fence(self, plan: StepPlan) -> None:
@@ -93,7 +62,7 @@ class NoWorker(_Reports):
 
     def begin_loads(self, loads: Sequence[Load]) -> None:
         """Let the loads be over."""
-        self._over.extend((load.request, load.blocks) for load in loads)
+        self._over.extend(Ended(load.request, load.blocks, {}) for load in loads)
 
     def begin_saves(self, saves: Sequence[Save]) -> None:
         """Do nothing."""
@@ -102,7 +71,7 @@ class NoWorker(_Reports):
         """Do nothing."""
 
 
-class Worker(_Reports):
+class Worker(Reports):
     """The worker's part.
 
     Args:
@@ -135,6 +104,8 @@ class Worker(_Reports):
         self._shelves = Shelves(kept, layouts, self._in, self._out, codecs)
         self._artifacts = tuple(codecs.named(name).artifact for name in kept.options.profiles)
         self._saving: list[_Saving] = []
+        self._met: Counter[int] = Counter()
+        """Store blocks that the lane of loads has read for its load, by their class."""
         self._pace = Pace(kept.options.save_share, kept.options.save_queue_bytes)
         for lane in ("load", "save"):
             executor.submit(lane, leave_computing_cores)
@@ -160,7 +131,7 @@ class Worker(_Reports):
     def begin_loads(self, loads: Sequence[Load]) -> None:
         """Queue loads, behind all that the engine has queued; each will be among `ended` once."""
         if loads and not self._edge.shield("load", lambda: self._queue_loads(loads), 0):
-            self._over.extend((load.request, load.blocks) for load in loads)
+            self._over.extend(Ended(load.request, load.blocks, {}) for load in loads)
 
     def begin_saves(self, saves: Sequence[Save]) -> None:
         """Queue saves of what the engine's last step has written, or has queued to be written."""
@@ -186,18 +157,19 @@ class Worker(_Reports):
         for save in saves:
             if not self._pace.admit(save.fresh * self._kept.own_bytes):
                 self.counters["saves_dropped"] += 1
+                self._saves.append(Saved(save.fresh_keys, b"", save.fidelity))
                 continue
             saving = _Saving(save, mark)
             self._saving.append(saving)
             self._executor.submit("save", partial(self._save, saving))
 
     def _load(self, load: Load, mark: Mark) -> None:
-        blocks, filled = load.blocks, 0
+        blocks, filled, self._met = load.blocks, 0, Counter()
         try:
             filled = self._edge.shield("load", lambda: self._fill(load, mark), 0)
         finally:
             self.counters["loads_failed"] += filled < len(blocks)
-            self._over.append((load.request, blocks[filled:]))
+            self._over.append(Ended(load.request, blocks[filled:], self._met))
 
     def _fill(self, load: Load, mark: Mark) -> int:
         """Return how many engine blocks of a load hold what they should, from the first on."""
@@ -248,36 +220,46 @@ class Worker(_Reports):
             if late or not shelf.reader.read(transfer, unit, header, views):
                 break
             read = unit + 1
+            if span is load.spans[0] and unit % len(shelves) == 0:
+                self._met[int(header.fidelity)] += 1
         return read
 
     def _save(self, saving: _Saving) -> None:
-        self._edge.shield("save", lambda: self._offer(saving), None)
+        stored = self._edge.shield("save", lambda: self._offer(saving), b"")
         saving.left = set()
+        self._saves.append(Saved(saving.save.fresh_keys, stored, saving.save.fidelity))
         self._pace.left(saving.save.fresh * self._kept.own_bytes)
 
-    def _offer(self, saving: _Saving) -> None:
-        save = saving.save
+    def _offer(self, saving: _Saving) -> bytes:
+        """Save what the sidecar wants; returns the keys of what it made visible of the first group.
+
+        What the sidecar has already, or of other groups, is not among them.
+        """
+        save, stored = saving.save, b""
         for number, span in enumerate(save.spans):
             stop = span.start + len(span.blocks[0]) // self._kept.ratio(span.group)
-            reservation = self._client.put(
-                self._kept.put_call(
-                    save.fingerprint,
-                    save.keys[span.start * KEY_BYTES : stop * KEY_BYTES],
-                    save.fidelity,
-                    self._artifacts,
-                    span.group,
-                    span.start,
-                )
+            keys = save.keys[span.start * KEY_BYTES : stop * KEY_BYTES]
+            call = self._kept.put_call(
+                save.fingerprint, keys, save.fidelity, self._artifacts, span.group, span.start
             )
+            reservation = self._client.put(save.hints.on(call))
             if reservation is None:
                 continue
             try:
                 self._out.after(saving.mark)
                 units = self._write(saving, number, reservation)
-                self.counters["saved_blocks"] += reservation.commit_written(units)
+                visible = reservation.commit_written(units)
+                self.counters["saved_blocks"] += visible
+                if number == 0 and visible == sum(bool(unit.length) for unit in units):
+                    stored = b"".join(
+                        keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                        for at, unit in zip(reservation.units, units, strict=True)
+                        if unit.length
+                    )
             finally:
                 self._out.wait()  # what was begun still writes to the reservation
                 reservation.abort()
+        return stored
 
     def _write(self, saving: _Saving, number: int, reservation: Reservation) -> list[Written]:
         """Return what was written of a reservation's units, nothing from the first lost one on."""

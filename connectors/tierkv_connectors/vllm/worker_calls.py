@@ -19,7 +19,7 @@ from tierkv_connectors.vllm.group_layout import group_layouts
 from tierkv_connectors.vllm.plan import StepPlan
 from tierkv_connectors.vllm.selftest import self_test
 from tierkv_connectors.vllm.setup import Setup
-from tierkv_connectors.vllm.stats import Refused
+from tierkv_connectors.vllm.stats import Word
 from tierkv_connectors.vllm.worker import NoWorker, Worker
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class WorkerCalls(Setup):
         more.
         """
         alone = has_kv_transfer_group() and get_kv_transfer_group() is self
-        return Refused() if alone and isinstance(self._worker, NoWorker) else None
+        return Word(refused=True) if alone and isinstance(self._worker, NoWorker) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Stop saves from reading what the step overwrites."""
@@ -131,8 +131,11 @@ class WorkerCalls(Setup):
         return results
 
     def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
-        """Let the scheduler side know when nothing can be kept here."""
-        return Refused() if isinstance(self._worker, NoWorker) else None
+        """Let the scheduler side know what loads and saves were, or that nothing is kept here."""
+        if isinstance(self._worker, NoWorker):
+            return Word(refused=True)
+        report = self._worker.report()
+        return Word(report=report) if report is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report the blocks that loads did not fill, unless these fail as a whole."""
