@@ -90,7 +90,7 @@ class Subject:
         return Took(self.cpu_s() - before, first, answers[0].cached)
 
 
-def prompts(count: int, seed: int = SEED) -> Iterator[list[int]]:
+def prompts(count: int, seed: str = str(SEED)) -> Iterator[list[int]]:
     """Yield prompts that share nothing, nor with those of another seed."""
     draw = random.Random(seed)
     for _ in range(count):
@@ -171,7 +171,7 @@ def taken(
 def cost(name: str, base: Subject, other: Subject, requests: int, at_once: int) -> dict[str, Any]:
     """Return what prompts without reuse take, `at_once` of them at a time, beside `base`."""
     what = "cost" if at_once == 1 else "burst"
-    drawn = list(prompts(requests * at_once, SEED + at_once))
+    drawn = list(prompts(requests * at_once, f"{SEED} {what} {name}"))
     asked = [drawn[at : at + at_once] for at in range(0, len(drawn), at_once)]
     mine, others = taken(f"{what}: {name}", base, other, asked)
     found: dict[str, Any] = {

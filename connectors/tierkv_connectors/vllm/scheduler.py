@@ -282,8 +282,9 @@ class Scheduler:
             if name in self._requests:
                 labels = {FIDELITIES[number].label: count for number, count in classes.items()}
                 self._requests[name].classes = labels
-        for save in report.saves if self.events is not None else ():
-            self.events.saved(save.offered, save.stored, save.fidelity)
+        if self.events is not None:
+            for save in report.saves:
+                self.events.saved(save.offered, save.stored, save.fidelity)
 
     def reset(self) -> None:
         """Find nothing any more of what was kept until now: the weights may be others.
