@@ -66,7 +66,9 @@ def test_an_exact_request_reuses_no_lossy_block(engine: Engine, sidecar: Process
     before = engine.metrics()[HITS]
     lossy = ask(engine, "safe")
     assert lossy.cached == engine.metrics()[HITS] - before == STORED
-    assert lossy.told == {"loaded_tokens": {"host": STORED}, "fidelity": "safe"}
+    assert lossy.told == {
+        "loaded_tokens": {"host": STORED}, "loaded_classes": {"safe": STORED}, "fidelity": "safe",
+    }  # fmt: skip
     again = ask(engine, "exact")
     assert (again.cached, again.tokens, again.told) == (0, exact.tokens, None)
     assert ask(engine, "safe").cached > STORED

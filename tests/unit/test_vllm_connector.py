@@ -371,7 +371,7 @@ def test_an_answer_says_where_its_tokens_came_from(engine: EngineDouble) -> None
     assert engine.scheduler.sources(request) == {"host": 88}
     engine.compute(request, engine.wait(request, 96))
     assert engine.scheduler.ended(request) == {
-        "loaded_tokens": {"host": 88}, "fidelity": "exact",
+        "loaded_tokens": {"host": 88}, "loaded_classes": {"exact": 88}, "fidelity": "exact",
     }  # fmt: skip
     assert engine.scheduler.counters == {"loaded_tokens_host": 88}
 
@@ -390,7 +390,7 @@ def test_an_answer_counts_what_a_load_has_filled(engine: EngineDouble) -> None:
     engine.compute(request, computed)
     engine.check(request)
     assert engine.scheduler.ended(request) == {
-        "loaded_tokens": {"host": 32}, "fidelity": "exact",
+        "loaded_tokens": {"host": 32}, "loaded_classes": {"exact": 32}, "fidelity": "exact",
     }  # fmt: skip
 
 
