@@ -13,8 +13,8 @@ redis: ; @tools/setup.sh redis
 model: .venv/stamp ; @tools/setup.sh model
 vllm: ; @tools/setup.sh vllm
 
-demo: setup model $(filter vllm,$(ENGINE)) ## on a small real model; JSON=1 prints only JSON; ENGINE=vllm
-	@.venv/bin/tierkv demo $(if $(filter 1,$(JSON)),--json) $(if $(ENGINE), \
+demo: setup model $(filter vllm,$(ENGINE)) ## on a small real model; JSON=1: only JSON; ENGINE=vllm; PROFILE=kvtc@8x
+	@.venv/bin/tierkv demo $(if $(filter 1,$(JSON)),--json) $(if $(PROFILE),--profile $(PROFILE)) $(if $(ENGINE), \
 	  --engine $(ENGINE) --engine-python "$$(tools/setup.sh vllm-python)")
 
 test: setup model vllm ## every test that can run here; what is skipped says why

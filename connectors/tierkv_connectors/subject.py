@@ -1,6 +1,5 @@
 """A transformers model as a subject of the quality lab: float32 on the CPU, attention watched."""
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import (
 from tierkv.errors import invalid
 from tierkv.identity import Identity
 from tierkv_codecs.lab.subject import Kv, LayerKv
-from tierkv_connectors.transformers import layers_of
+from tierkv_connectors.transformers import cache_argument, layers_of
 from tierkv_connectors.transformers_identity import TOKENS_PER_BLOCK, identity_of
 
 INNER = "sdpa"
@@ -98,8 +97,7 @@ class TransformersSubject:
             ).eval()
         except (OSError, ValueError) as error:
             raise invalid(f"transformers cannot load {directory}: {error}") from error
-        forward = inspect.signature(self._model.forward).parameters
-        self._cache_argument = "cache" if "cache" in forward else "past_key_values"
+        self._cache_argument = cache_argument(self._model)
         self.identity: Identity = msgspec.structs.replace(
             identity_of(self._model, tokens_per_block), kv_dtype=kv_dtype
         )

@@ -118,8 +118,7 @@ class PrefixCache:
         self._root = root_key(self.identity.fingerprint, {**extras, "namespace": namespace})
         self._raw_bytes = self.part.raw_bytes(self.identity)
         self._copier = UnitCopier(self.identity, self.part, HostLane(), codecs)
-        forward = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in forward else "past_key_values"
+        self._cache_argument = cache_argument(model)
 
     def load(self, input_ids: Ids) -> tuple[DynamicCache, int]:
         """Return a cache that holds the longest usable prefix, and its length in tokens.
@@ -362,6 +361,11 @@ class PrefixCache:
             return reservation.commit_written(units)
         finally:
             reservation.abort()
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which a model takes its cache in this release of transformers."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def layers_of(cache: DynamicCache) -> list[DynamicLayer]:

@@ -44,6 +44,25 @@ class Order(NamedTuple):
 
 def run(order: Order) -> int:
     """Calibrate, write the artifact and say what it is. Raises: TierKVError: what to change."""
+    with _progress() as on_step:
+        made = make(order, on_step)
+    _show(made, order.out, Console())
+    return 0
+
+
+class Made(NamedTuple):
+    """An artifact that was written, its bytes and the seconds that it took."""
+
+    artifact: Artifact
+    size: int
+    seconds: float
+
+
+def make(order: Order, on_step: Callable[[str, float], None]) -> Made:
+    """Calibrate and write the artifact; `on_step` is told each stage and its share.
+
+    Raises: TierKVError: what to change.
+    """
     ratios = _ratios(order.ratios)
     documents = [_read(path) for path in order.texts] or calibration_texts()
     if not order.out.parent.is_dir():
@@ -53,28 +72,26 @@ def run(order: Order) -> int:
     subject = CalibrationSubject(order.model)
     part = part_of(subject.identity)
     sequences = sequences_of([subject.tokens(one.text) for one in documents], order.tokens)
-    with _progress() as on_step:
-        rows = capture(subject, sequences, on_step)
-        header = ArtifactHeader(
-            format=FORMAT,
-            model=subject.identity.model,
-            weights=subject.identity.weights,
-            part=tuple(part),
-            layers=subject.identity.layers,
-            ratios=ratios,
-            realised=(0.0,) * len(ratios),
-            errors=((0.0, 0.0),) * (len(ratios) + 1),
-            step=0.0,
-            drift_steps=(1.0,) * len(ratios),
-            grades=(0,) * GRADES,
-            cuts=(0.0,) * (GRADES - 1),
-            tokens=len(rows.keys),
-            text=digest(documents),
-        )
-        data = calibrate(rows, header, on_step)
+    rows = capture(subject, sequences, on_step)
+    header = ArtifactHeader(
+        format=FORMAT,
+        model=subject.identity.model,
+        weights=subject.identity.weights,
+        part=tuple(part),
+        layers=subject.identity.layers,
+        ratios=ratios,
+        realised=(0.0,) * len(ratios),
+        errors=((0.0, 0.0),) * (len(ratios) + 1),
+        step=0.0,
+        drift_steps=(1.0,) * len(ratios),
+        grades=(0,) * GRADES,
+        cuts=(0.0,) * (GRADES - 1),
+        tokens=len(rows.keys),
+        text=digest(documents),
+    )
+    data = calibrate(rows, header, on_step)
     _write(order.out, data)
-    _show(unpack(data), order.out, len(data), time.monotonic() - started, Console())
-    return 0
+    return Made(unpack(data), len(data), time.monotonic() - started)
 
 
 def _ratios(text: str) -> tuple[float, ...]:
@@ -143,8 +160,8 @@ def in_lines(write: Callable[[str], None]) -> Callable[[str, float], None]:
     return on_step
 
 
-def _show(artifact: Artifact, path: Path, size: int, seconds: float, console: Console) -> None:
-    header = artifact.header
+def _show(made: Made, path: Path, console: Console) -> None:
+    artifact, header = made.artifact, made.artifact.header
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("profile", no_wrap=True)
     for head in ("expected ratio", "components K", "components V"):
@@ -155,7 +172,7 @@ def _show(artifact: Artifact, path: Path, size: int, seconds: float, console: Co
         table.add_row(f"kvtc@{ratio:g}x", f"{realised:.1f}", *ranks)
     console.print(table)
     console.print(
-        f"{path}: {size / 1e6:.1f} MB from {header.tokens} tokens in {seconds:.0f} s, digest"
-        f" {artifact.digest.hex()[:16]}",
+        f"{path}: {made.size / 1e6:.1f} MB from {header.tokens} tokens in {made.seconds:.0f} s,"
+        f" digest {artifact.digest.hex()[:16]}",
         highlight=False,
     )

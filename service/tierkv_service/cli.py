@@ -330,12 +330,21 @@ def demo(
             "--engine-python", help="The Python that has vLLM; else this one.", show_default=False
         ),
     ] = sys.executable,
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile",
+            help="Store with a lossy profile, such as kvtc@8x or int8; the first time it is"
+            " calibrated and measured, which takes minutes.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Show on this machine what a real small model gains from tierkv."""
     from tierkv_service.demo import run
 
     vllm = engine_python if engine == Engine.VLLM else ""
-    raise typer.Exit(run(as_json=as_json, vllm=vllm))
+    raise typer.Exit(run(as_json=as_json, vllm=vllm, profile=profile))
 
 
 def main() -> None:

@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tierkv.fidelity import CLASSES, Fidelity
+
 if TYPE_CHECKING:
+    import torch
+
     from tierkv_connectors.transformers import PrefixCache
 
 DOCUMENT_TOKENS = 2800
@@ -22,6 +26,9 @@ QUESTIONS = (
 )
 NEW_TOKENS = 24
 WARM_UP_TOKENS = 64
+SCORED_TOKENS = 64
+"""So many more tokens of the document are teacher-forced behind the last prompt, to compare what
+the model says on exact KV with what it says on KV that has lost something."""
 FLUSH_S = 60.0
 SYSTEM = "You answer questions about a document."
 
@@ -38,6 +45,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     answer is given without a cache."""
     vllm: str = ""
     """Python that has vLLM, for the engine of `demo_vllm`."""
+    profiles: tuple[str, ...] = ("raw", "lossless")
+    artifact: str = ""
+    fidelity: str = Fidelity.EXACT.label
+    scores: str = ""
+    """File of what the model says on exact KV: made by the conversation, compared with by others.
+    "": nothing is compared."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
@@ -50,6 +63,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     ttft_s: float
     reused: int
     sources: dict[str, int]
+    kl: float | None = None
+    """Mean KL in nats per token of what the model says next, from what it says on exact KV."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -106,6 +121,10 @@ class Words:
         """Return tokens as text."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def more(self) -> list[int]:
+        """Return the tokens of the document that follow those of the conversation."""
+        return self._ids(document())[DOCUMENT_TOKENS:][:SCORED_TOKENS]
+
     def _opening(self, question: str) -> list[int]:
         start = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
         head = self._ids(start)
@@ -127,8 +146,10 @@ class Engine:
         from transformers.utils import logging
 
         from tierkv.client import Client
+        from tierkv.part import Part
+        from tierkv_connectors.calibrated import codecs_with
         from tierkv_connectors.sidecar import SidecarChannel
-        from tierkv_connectors.transformers import PrefixCache
+        from tierkv_connectors.transformers import PrefixCache, identity_of
 
         logging.disable_progress_bar()
         started = time.perf_counter()
@@ -137,7 +158,15 @@ class Engine:
         model = AutoModelForCausalLM.from_pretrained(
             order.model, dtype=torch.float32, local_files_only=True
         ).eval()
-        self.cached = PrefixCache(Client(SidecarChannel(order.socket, client="demo")), model)
+        identity = identity_of(model)
+        self.cached = PrefixCache(
+            Client(SidecarChannel(order.socket, client="demo")),
+            model,
+            profiles=order.profiles,
+            fidelity=CLASSES[order.fidelity],
+            codecs=codecs_with(order.artifact, identity, Part.whole(identity)),
+        )
+        self._model, self._scores = model, order.scores
         nowhere = Path(order.socket).with_name("nowhere.sock")
         self.alone = PrefixCache(Client(SidecarChannel(nowhere, client="demo")), model)
         self.alone.generate(range(WARM_UP_TOKENS), 1)
@@ -146,8 +175,10 @@ class Engine:
         seconds = time.perf_counter() - started
         tell(Ready(seconds=seconds, block_tokens=block, block_bytes=size))
 
-    def answer(self, name: str, prefix_cache: "PrefixCache", prompt: list[int]) -> Answer:
-        """Answer a prompt and tell of it."""
+    def answer(
+        self, name: str, prefix_cache: "PrefixCache", prompt: list[int], *, scored: bool = False
+    ) -> Answer:
+        """Answer a prompt and tell of it; scored: and of the loss, if anything is compared."""
         done = prefix_cache.generate(prompt, NEW_TOKENS, self._words.end)
         answer = Answer(
             name=name,
@@ -157,15 +188,45 @@ class Engine:
             ttft_s=done.ttft_s,
             reused=done.reused,
             sources=done.sources,
+            kl=self._kl(prompt) if scored and self._scores else None,
         )
         tell(answer)
         return answer
+
+    def _kl(self, prompt: list[int]) -> float:
+        """Return how far what the model says on loaded KV is from what it says on exact KV."""
+        import numpy as np
+        import torch
+
+        exact = torch.from_numpy(np.load(self._scores))
+        found = self._said(self.cached, prompt)
+        return float((exact.exp() * (exact - found)).sum(-1).mean().clamp(min=0))
+
+    def _said(self, prefix_cache: "PrefixCache", prompt: list[int]) -> "torch.Tensor":
+        """Return log probabilities [token, vocabulary] of what follows more of the document."""
+        import torch
+
+        from tierkv_connectors.transformers import cache_argument
+
+        more = self._words.more()
+        cache, reused = prefix_cache.load(prompt)
+        ids = torch.tensor([prompt[reused:] + more])
+        with torch.inference_mode():
+            more_of: dict[str, Any] = {cache_argument(self._model): cache}
+            logits = self._model(
+                input_ids=ids, use_cache=True, logits_to_keep=len(more), **more_of
+            ).logits
+        return torch.log_softmax(logits[0], -1)
 
     def converse(self) -> None:
         """Ask every question about the document, then the last one again without the cache."""
         prompt = self._words.converse(lambda name, asked: self.answer(name, self.cached, asked))
         blocks = len(prompt) // self.cached.identity.tokens_per_block
         self.answer("cold", self.alone, prompt)
+        if self._scores:
+            import numpy as np
+
+            np.save(self._scores, self._said(self.alone, prompt).numpy())
         tell(Durable(blocks=self.cached.flush(prompt, FLUSH_S), of=blocks))
 
 
@@ -175,7 +236,7 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     engine = Engine(order)
     if order.prompt:
-        engine.answer(order.name, engine.cached, order.prompt)
+        engine.answer(order.name, engine.cached, order.prompt, scored=True)
     else:
         engine.converse()
     return 0

@@ -113,14 +113,18 @@ def start_redis(processes: Processes) -> str:
 
 
 class Sidecar:
-    """`tierkv serve` with RAM, its own NVMe folder, and Redis when there is a URL."""
+    """`tierkv serve` with RAM, its own NVMe folder, and Redis when there is a URL.
 
-    def __init__(self, processes: Processes, name: str, redis_url: str) -> None:
+    `gate` is the file that allows lossy profiles; "": none.
+    """
+
+    def __init__(self, processes: Processes, name: str, redis_url: str, gate: str = "") -> None:
         self.socket = processes.folder / f"{name}.sock"
         self._processes = processes
         self._name = name
         self._settings = processes.folder / f"{name}.toml"
         text = _SETTINGS.format(folder=processes.folder, name=name)
+        text += f'gate = "{gate}"\n' if gate else ""
         self._settings.write_text(text + (f'[redis]\nurl = "{redis_url}"\n' if redis_url else ""))
         self._process: subprocess.Popen[bytes] | None = None
 

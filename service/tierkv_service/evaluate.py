@@ -59,24 +59,10 @@ class Order(NamedTuple):
 
 def run(order: Order, *, as_json: bool) -> int:
     """Evaluate, write the files and print the outcome. Raises: TierKVError: what to change."""
-    transformers_logging.disable_progress_bar()
     if order.suite not in SUITES:
         raise invalid(f"suite {order.suite!r} is not known; use one of {', '.join(SUITES)}")
-    documents = (*evaluation_texts(), *map(_read_text, order.texts))
-    old = report.folder(order.out)
-    subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
-    registry = registry_with(CODECS)
-    about = _add_artifact(registry, order.artifact, subject.identity)
-    codecs = _chosen(order.profiles, registry)
-    suite = SUITES[order.suite]._replace(context=order.context)
-    started = time.monotonic()
     with _progress() as on_step:
-        others = fallbacks.candidates(CODECS.all(), codecs, old)
-        found = evaluate(subject, codecs, registry, documents, suite, on_step, others)
-        found = fallbacks.settle(found, subject.identity, old)
-    about |= _about(suite, subject, documents, time.monotonic() - started)
-    full = _report(found, subject, about, old)
-    report.write(order.out, full, old)
+        full = measure(order, SUITES[order.suite], on_step)
     if as_json:
         print(msgspec.json.encode(full.rows).decode())
     else:
@@ -85,6 +71,26 @@ def run(order: Order, *, as_json: bool) -> int:
             full, order.out, console if console.is_terminal else Console(markup=False, width=WIDE)
         )
     return 0
+
+
+def measure(order: Order, suite: Suite, on_step: Callable[[Step], None]) -> Report:
+    """Evaluate what was ordered and write the files. Raises: TierKVError: what to change."""
+    transformers_logging.disable_progress_bar()
+    suite = suite._replace(context=order.context)
+    documents = (*evaluation_texts(), *map(_read_text, order.texts))
+    old = report.folder(order.out)
+    subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
+    registry = registry_with(CODECS)
+    about = _add_artifact(registry, order.artifact, subject.identity)
+    codecs = _chosen(order.profiles, registry)
+    others = fallbacks.candidates(CODECS.all(), codecs, old)
+    started = time.monotonic()
+    found = evaluate(subject, codecs, registry, documents, suite, on_step, others)
+    found = fallbacks.settle(found, subject.identity, old)
+    about |= _about(suite, subject, documents, time.monotonic() - started)
+    full = _report(found, subject, about, old)
+    report.write(order.out, full, old)
+    return full
 
 
 def _read_text(named: str) -> Document:

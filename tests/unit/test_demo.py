@@ -14,9 +14,13 @@ from rich.console import Console
 
 from tests.sidecars import until
 from tierkv.errors import TierKVError
-from tierkv_service.demo import Demo
-from tierkv_service.demo_engine import Answer, Order, Ready, document
+from tierkv.fidelity import Fidelity
+from tierkv.settings import load
+from tierkv.stat import StoreStat, TierStat
+from tierkv_service.demo import Demo, run
+from tierkv_service.demo_engine import Answer, Durable, Order, Ready, document
 from tierkv_service.demo_processes import Processes, run_engine
+from tierkv_service.demo_profile import Lossy, prepare
 from tierkv_service.demo_vllm import OWN
 
 PROMPT = list(range(300))
@@ -95,6 +99,69 @@ def test_vllms_own_cache_is_no_tier(tmp_path: Path) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.getvalue(), "all fits"
     assert re.search(r"vLLM's own cache.* 288 .* 0 MB", shown.getvalue())
     assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+LOSSY = Lossy("kvtc@8x", "a.kvtc", "gate.json", Fidelity.NEAR_LOSSLESS, 0.001, 0.0006)
+
+
+def lossy(tmp_path: Path, **kl: float) -> Demo:
+    """Return a demo whose answers differ in tokens, as they may with loss, and whose KL is this."""
+    changed = (
+        answer(tier, tier, tokens=[7, 8, 1], kl=kl.get(tier, 0.0004))
+        for tier in ("host", "nvme", "redis")
+    )
+    complete = demo(tmp_path, *changed)
+    played = Demo(Console(file=StringIO()), Processes(tmp_path), tmp_path, lossy=LOSSY)
+    played.answers, played.ready = complete.answers, complete.ready
+    played.seen(Durable(blocks=3, of=3))
+    tiers = {"host": 400, "nvme": 320, "redis": 300}
+    stored = tuple(TierStat(name=name, used_bytes=size) for name, size in tiers.items())
+    played.stored = StoreStat(tiers=stored, counters={"put_fallback": 1})
+    return played
+
+
+def test_a_lossy_profile_is_judged_by_its_class(tmp_path: Path) -> None:
+    played = lossy(tmp_path)
+    assert played.problems() == []
+    assert msgspec.to_builtins(played.report())["loss"] == {
+        "profile": "kvtc@8x",
+        "fidelity_class": "near_lossless",
+        "gate_kl": 0.0006,
+        "kl_limit": 0.001,
+        "kl": {"host": 0.0004, "nvme": 0.0004, "redis": 0.0004},
+        "raw_bytes": 3000,
+        "stored_bytes": {"host": 400, "nvme": 320, "redis": 300},
+        "blocks": 3,
+        "blocks_of_other_profiles": 1,
+    }
+    said = " ".join(played.loss_lines())
+    for part in ("RAM 0.0 MB (7.5x)", "Redis 0.0 MB (10.0x)", "near lossless allows 0.001"):
+        assert part in said
+    assert "1 of the blocks did not suit kvtc@8x" in said
+    (problem,) = lossy(tmp_path, nvme=0.002).problems()
+    assert re.search("NVMe.*KL 0.002 is above 0.001", problem)
+    assert demo(tmp_path).loss_lines() == []
+
+
+def test_its_sidecar_has_the_gate_and_its_engines_the_profile(tmp_path: Path) -> None:
+    played = lossy(tmp_path)
+    one = played.sidecar("one", "redis://here")
+    settings = load(tmp_path / "one.toml")
+    assert (settings.store.gate, settings.redis.url) == ("gate.json", "redis://here")
+    order = played.order(one)
+    assert (order.profiles, order.artifact) == (("kvtc@8x",), "a.kvtc")
+    assert (order.fidelity, Path(order.scores).parent) == ("near_lossless", tmp_path)
+    plain = demo(tmp_path).order(one)
+    assert (plain.profiles, plain.fidelity, plain.scores) == (("raw", "lossless"), "exact", "")
+
+
+def test_what_the_demo_cannot_show_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(TierKVError, match=r"docs/VLLM\.md"):
+        run(profile="kvtc@8x", vllm="python")
+    with pytest.raises(TierKVError, match="loses nothing"):
+        prepare(tmp_path, "lossless", print)
+    with pytest.raises(TierKVError, match="'kvtc@9x' is not known; use one of"):
+        prepare(tmp_path, "kvtc@9x", print)
 
 
 def test_every_process_ends_with_the_demo(tmp_path: Path) -> None:
