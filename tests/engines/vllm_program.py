@@ -39,6 +39,19 @@ def said(answer: Any) -> dict[str, Any]:
     }
 
 
+def log_probabilities(llm: Any, prompts: list[dict[str, Any]], vocabulary: int, path: str) -> None:
+    """Save what follows each prompt, float32 [prompt, token]; needs the option max_logprobs=-1."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, detokenize=False)
+    found = np.full((len(prompts), vocabulary), -np.inf, np.float32)
+    for row, answer in zip(found, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        for token, one in answer.outputs[0].logprobs[0].items():
+            row[token] = one.logprob
+    np.save(path, found)
+
+
 def generate_with_aborts(
     llm: Any,
     prompts: list[dict[str, Any]],
@@ -105,6 +118,7 @@ SAME_FOR_ALL = ("engine", "model_name")
 ACTIONS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "generate_with_aborts": generate_with_aborts,
+    "log_probabilities": log_probabilities,
     "metrics": metrics,
     "events": events,
     "reload_weights": lambda llm: llm.collective_rpc("reload_weights"),

@@ -147,6 +147,7 @@ def test_its_sidecar_has_the_gate_and_its_engines_the_profile(tmp_path: Path) ->
     played = lossy(tmp_path)
     one = played.sidecar("one", "redis://here")
     settings = load(tmp_path / "one.toml")
+    assert settings.redis is not None
     assert (settings.store.gate, settings.redis.url) == ("gate.json", "redis://here")
     order = played.order(one)
     assert (order.profiles, order.artifact) == (("kvtc@8x",), "a.kvtc")
