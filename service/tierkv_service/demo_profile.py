@@ -26,12 +26,19 @@ from tierkv_connectors.transformers_identity import TOKENS_PER_BLOCK
 from tierkv_service import calibrate, evaluate
 from tierkv_service.calibrate import in_lines
 
-CALIBRATION_TOKENS = 16384
-CONTEXT = 1536
-"""Of the evaluation; the gate then reaches to twice as many tokens, the demo's prompt."""
-SUITE = Suite("demo", 4, CONTEXT, 64)
 KV_DTYPE = "fp32"
 ARTIFACT = "artifact.kvtc"
+
+
+class Amount(NamedTuple):
+    """How much text a calibration and an evaluation read; each amount has a folder of its own."""
+
+    tokens: int
+    suite: Suite
+
+
+DEMO = Amount(16384, Suite("demo", 4, context=1536, continuation=64))
+"""The gate reaches to twice the context, which is the demo's prompt."""
 
 
 class Lossy(NamedTuple):
@@ -49,13 +56,14 @@ class Lossy(NamedTuple):
     kl: float
 
 
-def prepare(model: Path, name: str, write: Callable[[str], None]) -> Lossy:
+def prepare(model: Path, name: str, write: Callable[[str], None], amount: Amount = DEMO) -> Lossy:
     """Return a profile that may be used, calibrated and measured at the first call.
 
     Args:
         model: its directory; a folder beside it keeps the artifact and the gate.
         name: of the profile.
         write: takes lines of progress.
+        amount: of text.
 
     Raises: TierKVError (invalid): the profile is not known, loses nothing, or was rejected.
     """
@@ -63,23 +71,32 @@ def prepare(model: Path, name: str, write: Callable[[str], None]) -> Lossy:
     if not profile.lossy:
         raise invalid(f"{name} loses nothing, as the demo without --profile: name a lossy one")
     identity = identity_of(model)
-    folder = model.with_name(f"{model.name}-demo")
+    suite = amount.suite
+    folder = model.with_name(f"{model.name}-{suite.name}")
     folder.mkdir(exist_ok=True)
-    artifact = _artifact(model, folder, identity, write) if profile in KVTC else NO_ARTIFACT
-    path = folder / ARTIFACT if profile in KVTC else None
-    found, verdict = _look(folder, identity, name, artifact)
+    artifact, path = NO_ARTIFACT, None
+    if profile in KVTC:
+        path = folder / ARTIFACT
+        artifact = _artifact(model, path, identity, amount.tokens, write)
+
+    def look() -> tuple[Gate, Verdict]:
+        file = folder / GATE
+        found = gate.load(file) if file.exists() else Gate()
+        return found, found.look(identity.family, name, artifact, 2 * suite.context)
+
+    found, verdict = look()
     if verdict.kl == float("inf"):  # of this model and artifact nothing is known yet
         write(f"measuring what {name} costs, once (a few minutes; `tierkv eval` does it)")
         on_step = in_lines(write)
         order = evaluate.Order(
-            model, folder, SUITE.name, name, artifact=path, kv_dtype=KV_DTYPE, context=CONTEXT
+            model, folder, suite.name, name, artifact=path, kv_dtype=KV_DTYPE, context=suite.context
         )
 
         def tell(step: Step) -> None:
             on_step("measured", step.share)
 
-        evaluate.measure(order, SUITE, tell)
-        found, verdict = _look(folder, identity, name, artifact)
+        evaluate.measure(order, suite, tell)
+        found, verdict = look()
     if verdict.fidelity is None:
         raise invalid(f"the gate rejects {name} for this model ({verdict.why}): try int8")
     limit = dict(found.thresholds.classes())[verdict.fidelity].kl_mean
@@ -99,9 +116,10 @@ def identity_of(model: Path) -> Identity:
     )
 
 
-def _artifact(model: Path, folder: Path, identity: Identity, write: Callable[[str], None]) -> bytes:
+def _artifact(
+    model: Path, path: Path, identity: Identity, tokens: int, write: Callable[[str], None]
+) -> bytes:
     """Return the digest of an artifact that fits, made where there is none."""
-    path = folder / ARTIFACT
     if path.exists():
         try:
             found = kvtc_artifact.read(path)
@@ -111,11 +129,5 @@ def _artifact(model: Path, folder: Path, identity: Identity, write: Callable[[st
         else:
             return found.digest
     write(f"calibrating {model.name}, once (a few minutes; `tierkv calibrate` does it)")
-    order = calibrate.Order(model, path, tokens=CALIBRATION_TOKENS)
+    order = calibrate.Order(model, path, tokens=tokens)
     return calibrate.make(order, in_lines(write)).artifact.digest
-
-
-def _look(folder: Path, identity: Identity, name: str, artifact: bytes) -> tuple[Gate, Verdict]:
-    path = folder / GATE
-    found = gate.load(path) if path.exists() else Gate()
-    return found, found.look(identity.family, name, artifact, 2 * CONTEXT)
