@@ -26,7 +26,7 @@ QUESTIONS = (
 )
 NEW_TOKENS = 24
 WARM_UP_TOKENS = 64
-SCORED_TOKENS = 64
+SCORED_TOKENS = 128
 """So many more tokens of the document are teacher-forced behind the last prompt, to compare what
 the model says on exact KV with what it says on KV that has lost something."""
 FLUSH_S = 60.0
