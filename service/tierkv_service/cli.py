@@ -173,6 +173,10 @@ def evaluate(  # noqa: PLR0913 -- one for each option
     context: Annotated[
         int, typer.Option("--context", help="Tokens of prefix; the gate allows twice as many.")
     ] = 1024,
+    tail: Annotated[
+        int,
+        typer.Option("--tail", help="Last tokens of the prefix that stay exact; a store keeps 0."),
+    ] = 128,
     as_json: Json = False,
 ) -> None:
     """Measure what lossy profiles do to a model's answers, and write the gate that allows them."""
@@ -188,6 +192,7 @@ def evaluate(  # noqa: PLR0913 -- one for each option
         kv_dtype=kv_dtype,
         tokens_per_block=tokens_per_block,
         context=context,
+        tail=tail,
     )
     raise typer.Exit(run(order, as_json=as_json))
 

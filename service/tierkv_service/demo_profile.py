@@ -37,8 +37,9 @@ class Amount(NamedTuple):
     suite: Suite
 
 
-DEMO = Amount(16384, Suite("demo", 4, context=1536, continuation=64))
-"""The gate reaches to twice the context, which is the demo's prompt."""
+DEMO = Amount(16384, Suite("demo", 4, context=1536, continuation=64, tail=0))
+"""Nothing at the end of a prefix is exact, as nothing is in the demo's store. The gate reaches to
+twice the context, which is the demo's prompt."""
 
 
 class Lossy(NamedTuple):
@@ -89,7 +90,14 @@ def prepare(model: Path, name: str, write: Callable[[str], None], amount: Amount
         write(f"measuring what {name} costs, once (a few minutes; `tierkv eval` does it)")
         on_step = in_lines(write)
         order = evaluate.Order(
-            model, folder, suite.name, name, artifact=path, kv_dtype=KV_DTYPE, context=suite.context
+            model,
+            folder,
+            suite.name,
+            name,
+            artifact=path,
+            kv_dtype=KV_DTYPE,
+            context=suite.context,
+            tail=suite.tail,
         )
 
         def tell(step: Step) -> None:

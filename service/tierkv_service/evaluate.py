@@ -26,6 +26,7 @@ from tierkv_codecs.lab import fallbacks, report, results
 from tierkv_codecs.lab.evaluate import SUITES, Results, Step, Suite, evaluate
 from tierkv_codecs.lab.report import GATE, Report
 from tierkv_codecs.lab.results import Pair, Row, Verdicts
+from tierkv_codecs.lab.roundtrip import TAIL
 from tierkv_codecs.lab.texts import Document, digest, evaluation_texts
 from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
@@ -55,6 +56,7 @@ class Order(NamedTuple):
     kv_dtype: str = "bf16"
     tokens_per_block: int = 128
     context: int = 1024
+    tail: int = TAIL
 
 
 def run(order: Order, *, as_json: bool) -> int:
@@ -76,7 +78,7 @@ def run(order: Order, *, as_json: bool) -> int:
 def measure(order: Order, suite: Suite, on_step: Callable[[Step], None]) -> Report:
     """Evaluate what was ordered and write the files. Raises: TierKVError: what to change."""
     transformers_logging.disable_progress_bar()
-    suite = suite._replace(context=order.context)
+    suite = suite._replace(context=order.context, tail=order.tail)
     documents = (*evaluation_texts(), *map(_read_text, order.texts))
     old = report.folder(order.out)
     subject = TransformersSubject(order.model, order.kv_dtype, order.tokens_per_block)
@@ -150,7 +152,8 @@ def _about(
         "family": identity.family.hex(),
         "KV dtype": f"{identity.kv_dtype}, ratios against 16 bit",
         "suite": f"{suite.name}: {suite.sequences} sequences a domain, {suite.context} tokens of"
-        f" prefix, {suite.continuation} of continuation, {identity.tokens_per_block} a block",
+        f" prefix (the last {suite.tail} exact), {suite.continuation} of continuation,"
+        f" {identity.tokens_per_block} a block",
         "texts": digest(documents),
         "took": f"{seconds:.0f} s, {torch.get_num_threads()} threads, {platform.machine()}",
         "versions": f"tierkv {__version__}, torch {torch.__version__},"

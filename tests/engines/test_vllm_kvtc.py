@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(1800)  # 4 minutes on two cores of its own
 
 PROFILE = "kvtc@8x"
 STORED, LENGTH, FOLLOWS = 6 * BLOCK, 6 * BLOCK + 20, 24
-LEAST = Amount(9216, Suite("least", 2, context=768, continuation=32))
+LEAST = Amount(9216, Suite("least", 2, context=768, continuation=32, tail=0))
 RAM_BYTES = 128 << 20
 RAW_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK
 """Of a block of SmolLM2-135M in float32."""

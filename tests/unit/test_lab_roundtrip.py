@@ -75,6 +75,14 @@ def test_sinks_and_tail_are_exact_and_the_rest_is_not(codec: Int4Token | Nvfp4) 
             assert 0.05 < float(error) < 0.15
 
 
+def test_without_a_tail_all_but_the_sinks_is_coded() -> None:
+    cutter = Cutter(identity(), CONTEXT, tail=0)
+    kv, weight = cutter.rounded(random_kv()), Weight()
+    restored = cutter.through(kv, Nvfp4(), registry_with(CODECS), weight)
+    assert (cutter.coded().stop, weight.blocks) == (CONTEXT, 2 * CONTEXT // BLOCK)
+    assert not torch.equal(kv[0].values[:, :, -BLOCK:], restored[0].values[:, :, -BLOCK:])
+
+
 def test_errors_of_the_yardsticks_are_those_of_their_formats() -> None:
     cutter = Cutter(identity("fp32"), CONTEXT)
     kv = cutter.rounded(random_kv())
@@ -157,6 +165,8 @@ def test_what_blocks_cannot_hold_is_refused() -> None:
         Cutter(identity(), CONTEXT + 1)
     with pytest.raises(TierKVError, match="no multiple"):
         Cutter(identity(), BLOCK)
+    with pytest.raises(TierKVError, match="tail of 300"):
+        Cutter(identity(), CONTEXT, tail=300)
     with pytest.raises(TierKVError, match="cannot be evaluated"):
         Cutter(identity("fp8_e4m3"), CONTEXT)
     layer = LayerSpec(kv_heads=1, k_dim=64, v_dim=32, rope=Rope())

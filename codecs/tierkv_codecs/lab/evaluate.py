@@ -18,7 +18,7 @@ from tierkv_codecs.codec import Codec, CodecError, CodecRegistry
 from tierkv_codecs.lab import measures
 from tierkv_codecs.lab.measures import Predictions
 from tierkv_codecs.lab.passages import NEEDLE, Passage, needles, of_documents
-from tierkv_codecs.lab.roundtrip import Cutter, Weight, changed
+from tierkv_codecs.lab.roundtrip import TAIL, Cutter, Weight, changed
 from tierkv_codecs.lab.subject import Attention, Kv, LayerKv, Subject
 from tierkv_codecs.lab.texts import Document
 
@@ -29,12 +29,16 @@ BATCH = 4
 
 
 class Suite(NamedTuple):
-    """How much is measured: sequences per domain, tokens of prefix and of continuation."""
+    """How much is measured: sequences per domain, tokens of prefix and of continuation.
+
+    `tail` tokens at the end of a prefix stay exact.
+    """
 
     name: str
     sequences: int
     context: int = 1024
     continuation: int = 128
+    tail: int = TAIL
 
 
 SUITES = {suite.name: suite for suite in (Suite("quick", 8), Suite("full", 32))}
@@ -152,7 +156,7 @@ def evaluate(
         CodecError: a codec that calls itself exact and is not.
     """
     passages = passages_of(subject, documents, suite)
-    cutter = Cutter(subject.identity, suite.context)
+    cutter = Cutter(subject.identity, suite.context, suite.tail)
     table = _Table(subject, cutter, registry, tuple(passages), codecs, fallbacks)
     batches = [
         (domain, mine[at : at + BATCH])

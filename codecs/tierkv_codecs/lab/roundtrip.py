@@ -1,9 +1,9 @@
 """Round trip: KV of a prefix through the frames that a store would keep, and what they weigh.
 
 Blocks are cut as the store cuts them, encoded, put into sealed frames, and read back from the
-frames' bytes alone. What a policy leaves exact stays exact here too: every block that reaches into
-the prefix's last 128 tokens is stored losslessly. A block that a codec cannot take goes to another
-one, or losslessly, and is counted.
+frames' bytes alone. Every block that reaches into the tail, the last tokens of a prefix, is stored
+losslessly: 128 tokens by the literature's protocol; none, as a store does it. A block that a codec
+cannot take goes to another one, or losslessly, and is counted.
 """
 
 import time
@@ -23,7 +23,7 @@ from tierkv_codecs.lab.subject import Kv, LayerKv
 from tierkv_codecs.lossless import Lossless
 
 TAIL = 128
-"""Last tokens of a prefix that are always exact."""
+"""Last tokens of a prefix that are exact unless an evaluation says otherwise."""
 HALF = 2
 """Bytes of a 16-bit value, which all ratios count against."""
 
@@ -65,17 +65,18 @@ class Weight:
 
 
 class Cutter:
-    """Cuts KV into blocks and sends them through a codec.
+    """Cuts KV into blocks and sends them through a codec; `tail` tokens at the end stay exact.
 
     Raises: TierKVError (invalid): keys and values differ in size, which blocks cannot hold yet, or
         the prefix is no whole number of blocks.
     """
 
-    def __init__(self, identity: Identity, context: int) -> None:
-        if context % identity.tokens_per_block or context <= TAIL:
+    def __init__(self, identity: Identity, context: int, tail: int = TAIL) -> None:
+        size = identity.tokens_per_block
+        if context % size or not 0 <= tail <= context - size:
             raise invalid(
-                f"a context of {context} tokens is no multiple of {identity.tokens_per_block}"
-                f" above {TAIL}"
+                f"a context of {context} tokens is no multiple of {size} with a block or more"
+                f" before its exact tail of {tail}"
             )
         if any(layer.k_dim != layer.v_dim for layer in identity.layers):
             raise invalid("layers whose keys and values differ in size are not supported yet")
@@ -84,6 +85,7 @@ class Cutter:
             raise invalid(f"KV dtype {identity.kv_dtype} cannot be evaluated; use one of {known}")
         self._identity = identity
         self._context = context
+        self._coded = (context - tail) // size * size
         self._dtype = DTYPES[identity.kv_dtype]
         self.parts = [Part.whole(identity, group) for group in range(len(identity.groups))]
 
@@ -95,8 +97,7 @@ class Cutter:
 
     def coded(self) -> slice:
         """Return the tokens that a lossy codec may change: neither sinks nor tail."""
-        size = self._identity.tokens_per_block
-        return slice(SINKS, (self._context - TAIL) // size * size)
+        return slice(SINKS, self._coded)
 
     def through(
         self,
@@ -123,8 +124,7 @@ class Cutter:
                 trip = _Trip(self._identity, part, coders, registry, weight)
                 for start in range(0, self._context, self._identity.tokens_per_block):
                     block = self._gather(kv, sequence, layers, start)
-                    tail = start + block.shape[2] > self._context - TAIL
-                    found = trip.run(block, start, exact=tail)
+                    found = trip.run(block, start, exact=start >= self._coded)
                     self._scatter(found, restored, sequence, layers, start)
         return restored
 
