@@ -89,12 +89,14 @@ def counters(rig: Rig) -> dict[str, int]:
 
 
 class Stuck(Inline):
-    """Jobs that wait for `drain`, as if their thread hung since `since`."""
+    """Jobs that wait for `drain`, as if the threads of their lane had hung for `age`."""
 
     age = 0.0
+    share = 1.0
 
-    def oldest(self, lane: str) -> float:
-        return self.age if any(name == lane for name, _ in self.jobs) else 0.0
+    def stuck(self, lane: str, longer_s: float) -> float:
+        hangs = self.age > longer_s and any(name == lane for name, _ in self.jobs)
+        return self.share if hangs else 0.0
 
 
 def stuck_rig(pages: int = 16) -> tuple[Rig, Stuck]:

@@ -21,8 +21,8 @@ class Executor(Protocol):
     def submit(self, lane: str, job: Job) -> None:
         """Queue a job; it must not raise."""
 
-    def oldest(self, lane: str) -> float:
-        """Return the seconds the longest running job of a lane has run, 0 when idle."""
+    def stuck(self, lane: str, longer_s: float) -> float:
+        """Return the share of a lane's threads, 0 to 1, whose job has run longer than that."""
 
     def waiting(self, lane: str) -> int:
         """Return jobs queued or running."""
@@ -49,10 +49,10 @@ class Threads:
         """Queue a job."""
         self._lanes[lane].submit(job)
 
-    def oldest(self, lane: str) -> float:
-        """Return the age of the longest running job."""
-        started = list(self._lanes[lane].running.values())
-        return time.monotonic() - min(started) if started else 0.0
+    def stuck(self, lane: str, longer_s: float) -> float:
+        """Return the share of threads whose job has run longer."""
+        found, since = self._lanes[lane], time.monotonic() - longer_s
+        return sum(begun < since for begun in list(found.running.values())) / len(found.threads)
 
     def waiting(self, lane: str) -> int:
         """Return jobs queued or running."""
@@ -126,9 +126,9 @@ class Inline:
         """Queue a job."""
         self.jobs.append((lane, job))
 
-    def oldest(self, lane: str) -> float:
+    def stuck(self, lane: str, longer_s: float) -> float:
         """Return 0: no job runs while another is asked for."""
-        del lane
+        del lane, longer_s
         return 0.0
 
     def waiting(self, lane: str) -> int:

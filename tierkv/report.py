@@ -116,8 +116,8 @@ def _tiers(store: Store, held: int, problems: dict[str, str]) -> list[TierStat]:
 
 def _lower(store: Store, low: Lower, problem: str) -> TierStat:
     catalog, space, rates = store.catalog, low.tier.space(), low.io.rates
-    off = store.clock() < low.off_until
-    problem = problem or ("left alone for some seconds after failures in a row" if off else "")
+    off = not store.usable(low)
+    problem = problem or ("left alone for some seconds after failures" if off else "")
     return TierStat(
         name=low.name,
         state="lost" if problem else "ok",

@@ -65,8 +65,8 @@ class Stages:
         self._on_read = on_read
         self._absent: dict[bytes, float] = {}
         """What a probed chain lacked (`_first_missing`) -> until when not to ask again."""
-        self._origins: dict[int, Lower] = {}
-        """RAM row on its way -> the tier it is read from."""
+        self._origins: dict[int, tuple[Lower, float]] = {}
+        """RAM row on its way -> the tier it is read from, and since when."""
         self._learn_at = 0.0
         self._windowed = WindowStages(self)
         matches.on_pending = self.consider
@@ -114,8 +114,8 @@ class Stages:
         fidelity, namespace = match.call.fidelity, match.namespace
         row = catalog.in_tier(head, RAM)
         if row != NONE:
-            origin = self._origins.get(row)
-            coming = origin is not None and store.usable(origin)
+            origin, since = self._origins.get(row, (None, 0.0))
+            coming = origin is not None and store.usable(origin, since)
             there = catalog.state[row] == READY or coming
             if there and store.answers(row, fidelity, namespace):
                 return row
@@ -298,7 +298,7 @@ class Stages:
             if catalog.tier[source] != RAM:
                 target = self._begin(source)
                 arriving[target] = []
-                self._origins[target] = store.lower[catalog.tier[source] - 1]
+                self._origins[target] = store.lower[catalog.tier[source] - 1], store.clock()
                 reads.setdefault(catalog.tier[source], []).append((target, source))
             elif catalog.state[source] == READY:
                 catalog.hold([source])

@@ -59,6 +59,8 @@ class Lower:
     """Allocated bytes of a region's survivor that is being written to its new place."""
     reading: int = 0
     """Read jobs queued or under way."""
+    stuck: float = 0.0
+    """Share of the read threads whose job is past its deadline."""
 
     @property
     def name(self) -> str:
@@ -138,22 +140,24 @@ class Store:
         """Return the rates by tier number."""
         return [HOST_RATES, *(lower.io.rates for lower in self.lower)]
 
-    def usable(self, lower: Lower) -> bool:
-        """Return whether reads of a tier are worth planning: it is neither failing nor stuck."""
-        if self.executor.oldest(lower.reads) > IO_DEADLINE_S:
-            lower.off_until = self.clock() + OFF_S
-        return self.clock() >= lower.off_until
+    def usable(self, lower: Lower, since: float = float("inf")) -> bool:
+        """Return whether reads, and one begun at `since`, are worth waiting for."""
+        stuck, now = self.executor.stuck(lower.reads, IO_DEADLINE_S), self.clock()
+        if stuck > lower.stuck:  # a while; then the threads that do not hang try again
+            self._leave_alone(lower)
+        lower.stuck = stuck
+        return stuck < 1.0 and now >= lower.off_until and now <= since + IO_DEADLINE_S
 
     def failed(self, lower: Lower) -> None:
-        """Note a failed read.
-
-        A tier that fails READ_FAILURES times in a row is left alone a while.
-        """
+        """Note a failed read; READ_FAILURES of them in a row and the tier is left alone a while."""
         lower.failures += 1
         if lower.failures >= READ_FAILURES:
             lower.failures = 0
-            lower.off_until = self.clock() + OFF_S
-            self.counters[f"off_{lower.name}"] += 1
+            self._leave_alone(lower)
+
+    def _leave_alone(self, lower: Lower) -> None:
+        lower.off_until = self.clock() + OFF_S
+        self.counters[f"off_{lower.name}"] += 1
 
     def heads(self, keys: bytes, parts: Sequence[int]) -> Numbers:
         """Return the first placement of every unit, block-major."""

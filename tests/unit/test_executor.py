@@ -32,7 +32,8 @@ def test_a_job_under_way_is_seen_and_close_does_not_wait_for_it() -> None:
 
     executor.submit("one", hang)
     assert begun.wait(30)
-    assert executor.oldest("one") > 0
+    assert executor.stuck("one", 0.0) == 1.0
+    assert executor.stuck("one", 600.0) == 0.0
     assert executor.waiting("one") == 1
     executor.close(0.01)
     go.set()

@@ -53,11 +53,11 @@ class Lanes:
         """Queue a job."""
         self._lanes[lane].jobs.append(job)
 
-    def oldest(self, lane: str) -> float:
-        """Return the age of the job that has run, or hung, longest."""
-        found = self._lanes[lane]
-        begun = found.started + [since for since, _ in found.hung]
-        return self._time() - min(begun) if begun else 0.0
+    def stuck(self, lane: str, longer_s: float) -> float:
+        """Return the share of threads whose job has run, or hung, longer."""
+        found, since = self._lanes[lane], self._time() - longer_s
+        begun = found.started + [start for start, _ in found.hung]
+        return sum(start < since for start in begun) / found.threads
 
     def waiting(self, lane: str) -> int:
         """Return jobs queued, running or hung."""
