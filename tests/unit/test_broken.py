@@ -9,6 +9,8 @@ from tierkv import calls
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client
 from tierkv.errors import ErrorKind, TierKVError
+from tierkv.stat import from_wire
+from tierkv_service.routes import readiness
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -33,6 +35,16 @@ def test_an_engine_sees_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stat is not None
     assert stat["counters"]["invariant_broken"] == 1
     assert "a hold ended twice" in stat["enabled"]["state"]
+
+
+def test_r28_a_broken_store_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a job that raises leaves it: the process lives, answers, and serves nothing."""
+    rig, _ = broken_rig(monkeypatch)
+    assert readiness(from_wire(rig.stat()), details=True)[0] == 200
+    rig.store.break_down(RuntimeError("spilled"))
+    status, body = readiness(from_wire(rig.stat()), details=True)
+    assert (status, body["status"], body["failing"]) == (503, "unavailable", ["host"])
+    assert "spilled" in body["tiers"]["host"]["problem"]
 
 
 def test_a_peer_is_told_that_the_store_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

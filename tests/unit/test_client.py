@@ -184,7 +184,9 @@ def test_known_blocks_are_not_asked_for(side: Side) -> None:
         {"fidelity": 2},
     ],
 )  # fmt: skip
-def test_a_header_that_names_anything_else_is_a_miss(side: Side, change: dict[str, Any]) -> None:
+def test_r02_a_header_that_names_anything_else_is_a_miss(
+    side: Side, change: dict[str, Any]
+) -> None:
     with fetched(side) as transfer:
         header = transfer.header(0)
         assert header is not None
