@@ -169,7 +169,7 @@ def test_a_better_copy_below_is_not_hidden_by_a_poor_one_in_ram(open_rig: Open) 
     theirs.put(keys, b"exact")
     theirs.flush(keys)
     theirs.inline.drain()
-    assert ours.put(keys, b"poor", fidelity=2) == 3
+    assert ours.put(keys, b"poor", fidelity=2, derived=True) == 3
     assert ours.read(keys, fidelity=2) == texts(keys, b"poor")
     held = ours.match(keys[:1], fidelity=2, owner=5)
     assert ours.read(keys) == [], "somebody holds the poor head"
