@@ -21,6 +21,7 @@ from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
 from tierkv.part import Part
 from tierkv.policies.joint import Joint
+from tierkv.policies.placed import Placed
 from tierkv.policies.segments import NONE
 from tierkv.store import HOST_RATES
 from tierkv.tier import DurableTier
@@ -121,7 +122,7 @@ def serve(
     for request in traffic(seed, 1200.0):
         engine.serve(request)
         rig.sound()
-    audit(rig)
+        audit(rig)
     stat = rig.stat()
     rig.idle()
     rig.store.close(0.0)
@@ -168,6 +169,27 @@ def test_it_serves_more_than_lru(seed: int) -> None:
         assert joint_s > 1.1 * lru_s
         gained.append(joint / lru)
     assert gained[-1] > 2
+
+
+@pytest.mark.parametrize("least", [40, 400])
+def test_what_it_knows_stays_a_multiple_of_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Chains that have nothing left are forgotten; what was learnt of reuse stays."""
+    before, _ = serve("evicpress", PROFILES_OF_ENGINE, 0)
+    monkeypatch.setattr("tierkv.policies.placed.LEAST_BLOCKS", least)
+    known: list[int] = []
+    renumber = Placed._renumber
+
+    def note(placed: Placed, blocks: Any) -> None:
+        renumber(placed, blocks)
+        known.append(len(placed._numbers))
+
+    monkeypatch.setattr(Placed, "_renumber", note)
+    after, _ = serve("evicpress", PROFILES_OF_ENGINE, 0)
+    assert len(known) > 2
+    assert max(known) < 1000
+    assert after > 0.8 * before
 
 
 @pytest.mark.parametrize("headed", [False, True], ids=["head in an earlier call", "head in HBM"])

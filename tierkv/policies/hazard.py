@@ -103,6 +103,20 @@ class Hazard:
         rates: Floats = self.table[self.category[contexts], age]
         return rates
 
+    def keep(self, contexts: Numbers, now: float) -> None:
+        """Forget all other contexts; those kept get the numbers of their places.
+
+        Spells of the others that are open end here, without a use.
+        """
+        gone = self.open.copy()
+        gone[contexts] = False
+        kept = self.open.copy()
+        self.open = gone
+        self._at_risk += self._open_at_risk(now)
+        for name, values in ("start", self.start), ("category", self.category), ("open", kept):
+            setattr(self, name, np.append(values[contexts], np.zeros_like(values)[:1024]))
+        self.count = len(contexts)
+
     def at(self, category: int, age_s: float) -> float:
         """Return uses per second of a context of a category and age, as of the last refit."""
         age = int(np.searchsorted(self._edges, age_s, side="right")) - 1

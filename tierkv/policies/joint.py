@@ -107,6 +107,8 @@ class Joint:
         told, self._told = self._told, []
         for use in told:
             self._learn_one(view, use)
+            if self.placed.shrink():
+                self._sessions.clear()
 
     def _learn_one(self, view: Catalog, use: Use) -> None:
         placed, reuse = self.placed, self.placed.reuse

@@ -28,6 +28,9 @@ Floats = npt.NDArray[np.float64]
 UNKNOWN_DENSITY = 1e-7
 """Seconds of prefill for a raw byte while no match has told: more than any load takes."""
 MAX_MODELS = 64
+LEAST_BLOCKS = 1 << 16
+"""Fewer are never forgotten."""
+_KEY = np.dtype((np.void, KEY_BYTES))
 _WEYL = np.arange(1, 257, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -58,6 +61,7 @@ class Placed:
         self.orphans = 0
         self.now = self.found_at = 0.0
         self._recompute: dict[bytes, Recompute] = {}
+        self._look_at = LEAST_BLOCKS
         self._part = array("h")
         self._numbers = Units(self._part)
         self._copies = np.zeros(1024, np.int32)
@@ -144,6 +148,51 @@ class Placed:
         mine = np.array([block for block in blocks if block != NONE], np.int32)
         self.orphans -= len(blocks) - len(mine)
         self._count(mine, -1)
+
+    def shrink(self) -> bool:
+        """Forget chains that have nothing left, all but the latest; returns whether any were.
+
+        Looked at when there are twice as many blocks as the last time: what is known stays a
+        multiple of what is placed.
+        """
+        count = len(self._numbers)
+        if count < self._look_at:
+            return False
+        segments, reuse = self.segments, self.reuse
+        rows = np.arange(segments.count)
+        placed = int(segments.blocks[rows][segments.configuration[rows] != 0].sum())
+        age = reuse.hazard.start[segments.context[rows]]
+        latest = np.argsort(-age, kind="stable")
+        within = np.cumsum(segments.blocks[latest]) <= max(placed, LEAST_BLOCKS // 2)
+        keep = segments.configuration[rows] != 0
+        keep[latest[within]] = True
+        keep |= segments.context[rows] == reuse.newest
+        while True:  # what is ahead of what is kept is kept
+            parents = segments.parents(rows[keep])
+            missing = parents[(parents != NONE) & ~keep[parents]]
+            if not len(missing):
+                break
+            keep[missing] = True
+        kept = rows[keep]
+        self._renumber(reuse.keep(kept[np.argsort(segments.first[kept])], self.now))
+        self._look_at = max(LEAST_BLOCKS, 2 * len(self._numbers))
+        return True
+
+    def _renumber(self, blocks: Numbers) -> None:
+        """Give blocks their new numbers, which are the places of their old ones."""
+        number = np.full(len(self._numbers) + 1, NONE, np.int64)
+        number[blocks] = np.arange(len(blocks))
+        every = np.frombuffer(self._numbers.keys(0, len(self._numbers)), _KEY)
+        keys = every[blocks].tobytes()
+        leading = np.flatnonzero([self._numbers.leads(one) for one in blocks.tolist()])
+        self._part = array("h", bytes(2 * len(blocks)))
+        self._numbers = Units(self._part)
+        self._numbers.extend(keys)
+        self._numbers.lead(leading.astype(np.int32))
+        self._copies = np.append(self._copies[blocks], np.zeros(1024, np.int32))
+        self._parts_of = np.append(self._parts_of[blocks], np.full(1024, NONE, np.int32))
+        old = np.frombuffer(self._block, np.int32)
+        self._block = array("i", np.where(old == NONE, NONE, number[old]).astype("i").tobytes())
 
     def _enter_chain(self, use: Use, ids: Ids, known: int) -> Numbers:
         """Give a chain its segments, those of its blocks that are new included."""

@@ -33,6 +33,8 @@ class Reuse:
         self.hazard = Hazard(CATEGORIES)
         self._turn: list[int] = []
         self._length: list[int] = []
+        self._forgotten = 0
+        """Contexts that have no number any more."""
         self._until = np.full(1024, np.inf)
         """By context: when it ends, as far as a hint tells."""
         self._refit_at = REFIT_FIRST
@@ -88,6 +90,19 @@ class Reuse:
         """Nobody will go on with a context from `at` seconds on, which a later use may change."""
         self._until[context] = at
 
+    def keep(self, rows: Numbers, now: float) -> Numbers:
+        """Forget all other segments; returns the old numbers of blocks by their new ones.
+
+        Args: see `Segments.keep`; the last use is among them.
+        """
+        blocks, contexts = self.segments.keep(rows)
+        self.hazard.keep(contexts, now)
+        self._forgotten += len(self._turn) - len(contexts)
+        self._turn = [self._turn[one] for one in contexts.tolist()]
+        self._length = [self._length[one] for one in contexts.tolist()]
+        self._until = np.append(self._until[contexts], np.full(1024, np.inf))
+        return blocks
+
     @property
     def newest(self) -> int:
         """The context of the last use."""
@@ -95,7 +110,7 @@ class Reuse:
 
     def refit(self, now: float) -> None:
         """Fit the hazard anew when enough was used since the last time."""
-        newest = len(self._turn) - 1
+        newest = self._forgotten + len(self._turn) - 1
         if newest >= self._refit_at:
             self.hazard.refit(now)
             self._refit_at += max(REFIT_FIRST, newest // REFIT_SHARE)

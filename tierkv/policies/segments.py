@@ -159,6 +159,36 @@ class Segments:
         """Return the segments of blocks (n,) that were asked for."""
         return self._of_block[ids]
 
+    def keep(self, rows: Numbers) -> tuple[Numbers, Numbers]:
+        """Forget all other segments, of which none is ahead of one that is kept.
+
+        Args:
+            rows: (n,) to keep, by rising first block.
+
+        Returns: the old numbers of blocks by their new ones, and the old contexts by theirs.
+        """
+        blocks = np.concatenate([np.zeros(0, np.int64), *map(self._range, rows.tolist())])
+        number = np.full(len(self._of_block), NONE, np.int64)
+        number[blocks] = np.arange(len(blocks))
+        contexts, context = np.unique(self.context[rows], return_inverse=True)
+        tails, place = self.tail[contexts], np.full(self.count + 1, NONE, np.int64)
+        place[rows] = np.arange(len(rows))
+        before = self.before[rows]
+        for name in COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.append(column[rows], np.zeros_like(column[:1024])))
+        every = slice(0, len(rows))
+        self.first[every] = np.cumsum(self.blocks[every]) - self.blocks[every]
+        self.before[every] = np.where(before == NONE, NONE, number[before])
+        self.context[every] = context
+        self.tail = np.append(place[tails], np.full(1024, NONE))
+        self._of_block = np.append(np.repeat(np.arange(len(rows)), self.blocks[every]), NONE)
+        self.count = len(rows)
+        return blocks, contexts
+
+    def _range(self, row: int) -> Numbers:
+        return np.arange(self.first[row], self.first[row] + self.blocks[row])
+
     def at(self, block: int) -> int:
         """Return the segment of one block that was asked for."""
         return int(self._of_block[block])
