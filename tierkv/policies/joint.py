@@ -288,7 +288,10 @@ class Joint:
         return loss
 
     def _value(self, rows: list[int]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-        """Return rate, density and whether somebody pinned it, of placements; orphans are new."""
+        """Return rate, density and whether somebody pinned it, of placements.
+
+        An orphan is as an old context. What lies behind a head that is gone cannot be hit.
+        """
         placed, segments = self.placed, self.placed.segments
         blocks = np.array([placed.block(row) for row in rows], np.int32)
         orphan = blocks == NONE
@@ -296,7 +299,9 @@ class Joint:
         rate[orphan] = placed.reuse.rate_of_unknown(placed.now - placed.found_at)
         density[orphan] = self._dense()
         mine = segments.of(blocks[~orphan])
-        rate[~orphan] = placed.reuse.rate(mine, placed.now)
+        ahead = segments.parents(mine)
+        cut_off = (ahead != NONE) & (segments.configuration[ahead] == 0)
+        rate[~orphan] = np.where(cut_off, 0.0, placed.reuse.rate(mine, placed.now))
         density[~orphan] = segments.density[mine]
         pinned = np.zeros(len(rows), np.bool_)
         pinned[~orphan] = segments.pinned[mine] > placed.now
