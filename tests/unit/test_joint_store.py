@@ -240,6 +240,22 @@ def test_r24_what_survives_of_a_prompt_is_a_prefix(headed: bool) -> None:
     audit(rig)
 
 
+def test_a_head_stays_while_somebody_reads_its_tail() -> None:
+    """What cannot go itself keeps what lies before it, though that is what is wanted."""
+    rig = Rig(8, [], policy="evicpress")
+    one = chain(1, 6)
+    assert rig.put(one, b"one") == 6
+    reply = rig.match(one, linear=1e-3)
+    tail = rig.claim(reply.match, 4, rig.match_call(one[4:]), owner=1)
+    assert tail is not None
+    rig.store.release(1, calls.ReleaseCall(match=reply.match))
+    rig.put(chain(2, 8), b"two")
+    assert len(rig.read(one)) == 6
+    tail.close()
+    assert rig.put(chain(3, 8), b"three") > 2
+    rig.idle()
+
+
 def test_a_decision_costs_the_same_among_many_placements() -> None:
     """The time of one reclaim, best of many, beside twenty times as many placements."""
     few, many = (reclaim_seconds(placements) for placements in (10_240, 204_800))

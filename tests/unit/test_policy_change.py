@@ -59,6 +59,19 @@ def test_the_policy_changes_while_clients_work() -> None:
     rig.idle()
 
 
+def test_what_a_policy_finds_is_known_once_its_chain_is_asked_for() -> None:
+    rig = Rig(8, [], policy="lru")
+    keys = chain(1, 4)
+    assert rig.put(keys, b"text") == 4
+    deciding(rig, "evicpress")
+    assert told(rig, keys[0]).numbers["raw_bytes"] == 0
+    reply = rig.match(keys, linear=1e-3)
+    rig.store.release(1, calls.ReleaseCall(match=reply.match))
+    assert told(rig, keys[0]).numbers["raw_bytes"] == BLOCK
+    assert told(rig, keys[0]).numbers["behind_blocks"] == 3
+    audit(rig)
+
+
 def test_a_policy_that_is_none_changes_nothing() -> None:
     rig = Rig(8)
     with pytest.raises(TierKVError, match="use one of auto, lru, evicpress"):
