@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tierkv_codecs.kvtc_artifact import GRADES
+from tierkv_codecs.kvtc_artifact import GRADES, USUAL
 
 RIDGE = 0.003
 """Weight of the squared weights of standardised coefficients beside a token's deviance."""
@@ -19,6 +19,8 @@ TURNS = 100
 AHEAD = (0, 1, 2, 4)
 """So many plans each grade is ahead of grade 0: half, as many, twice, eight times the usual bits.
 One token in fifty draws most attention, and is worth far more than twice the bits."""
+MOST_FINER = 1.5
+"""The last plan takes up to so many times the bits that doubling would give it."""
 CUTS = (-1.0, 1.0, 3.0)
 """Where grades begin: log costs beside that of the median token."""
 
@@ -70,17 +72,26 @@ def fit_heed(leading: tuple[torch.Tensor, torch.Tensor], costs: torch.Tensor) ->
 def budgets_of(targets: Sequence[float], shares: Sequence[float]) -> list[float]:
     """Return the bits per token of each plan, from the coarsest, with which levels take `targets`.
 
-    Exact where each target is twice the one before; a level whose finer grades have no plan left
-    takes less.
+    Nearly so where each target is twice the one before. The last level takes less, for it has no
+    finer plans; the last plan is so fine that the level before it takes what it may.
 
     Args:
         targets: bits per token of each level, from the coarsest.
         shares: of tokens that have each grade.
     """
-    usual = [targets[0] / 2, *targets]
-    usual += [targets[-1] * 2.0**beyond for beyond in range(1, AHEAD[-1])]
-    found = []
+    last = len(targets)
+    doubled = [targets[0] / 2, *targets]
+    doubled += [targets[-1] * 2.0**beyond for beyond in range(1, AHEAD[-1])]
+    found = [0.0]
     for level, target in enumerate(targets):
-        mixed = sum(share * usual[level + AHEAD[grade]] for grade, share in enumerate(shares))
+        mixed = sum(share * doubled[level + AHEAD[grade]] for grade, share in enumerate(shares))
         found.append(target * target / mixed)
-    return [found[0] / 2, *found]
+    if last == 1:
+        found[1] = targets[0] / (1 - shares[0] / 2)
+    found[0] = found[1] / 2
+    finest = sum(share for grade, share in enumerate(shares) if AHEAD[grade] > USUAL)
+    if last > 1 and finest:
+        coarser = shares[0] * found[last - 2] + shares[USUAL] * found[last - 1]
+        wanted = (targets[last - 2] - coarser) / finest
+        found[last] = min(max(wanted, found[last]), MOST_FINER * found[last])
+    return found
