@@ -1,4 +1,4 @@
-"""Allowance: the lossy profiles that a block may take, with what each loses in nats per token.
+"""Allowance: the lossy profiles that a block may take, each with its class and its loss.
 
 The gate is asked once, when a block is put, since only then model, artifact, context and readers
 are all known; what it says is noted by number beside the block's placements. Blocks of many puts
@@ -6,9 +6,18 @@ have equal allowances, which have one number.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-Allowance = Mapping[int, float]
-"""Loss by the profile's number."""
+
+class Allowed(NamedTuple):
+    """What a block promises in a profile, a number of `Fidelity`, and its nats lost per token."""
+
+    fidelity: int
+    kl: float
+
+
+Allowance = Mapping[int, Allowed]
+"""By the profile's number."""
 
 MOST = 1 << 15
 """They differ as the gate's entries do, by model and length of context; beyond it: nothing."""
@@ -19,7 +28,7 @@ class Allowances:
 
     def __init__(self) -> None:
         self._every: list[Allowance] = [{}]
-        self._numbers: dict[frozenset[tuple[int, float]], int] = {frozenset(): 0}
+        self._numbers: dict[frozenset[tuple[int, Allowed]], int] = {frozenset(): 0}
 
     def __getitem__(self, number: int) -> Allowance:
         """Return the allowance of a number."""

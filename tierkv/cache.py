@@ -6,7 +6,6 @@
 Every method takes the lock for microseconds; I/O happens on the executor's lanes.
 """
 
-import ctypes
 import itertools
 import time
 from array import array
@@ -16,28 +15,30 @@ from functools import partial
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from tierkv import calls, explain
 from tierkv.answers import Answers
 from tierkv.catalog import LEAVING, READY, WRITING
 from tierkv.clock import Clock
+from tierkv.demotions import LANE, Demotions
+from tierkv.encoder import Encoder
 from tierkv.executor import Executor, Threads
 from tierkv.gate import Gate, named
 from tierkv.health import Health, lane
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.moves import Moves
-from tierkv.namespace import DIGEST_BYTES, digest_of, distinct
-from tierkv.part import PACKED_BYTES, Part
+from tierkv.namespace import digest_of
+from tierkv.part import PACKED_BYTES
 from tierkv.policies.choice import resolve
 from tierkv.puts import Puts
 from tierkv.record import Recorder
+from tierkv.recovery import recover, trim
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stages import Stages
 from tierkv.stat import to_wire
-from tierkv.store import Lower, Store
+from tierkv.store import Store
 from tierkv.tier import RAM, DurableTier
 from tierkv.tiers.host import HostTier
 from tierkv.tiers.nvme import NvmeTier
@@ -64,9 +65,10 @@ class TierKV:
         recorder: Recorder | None = None,
     ) -> None:
         self._store = Store(host, lower, executor, clock, settings, gate, recorder)
-        self._write_behind = WriteBehind(self._store)
-        self._matches = Matches(self._store)
         self._moves = Moves(self._store)
+        self._write_behind = WriteBehind(self._store, self._moves)
+        self._demotions = Demotions(self._store, self._moves, self._write_behind)
+        self._matches = Matches(self._store)
         self._stages = Stages(self._store, self._moves, self._matches, self._write_behind.resume)
         self._puts = Puts(self._store, self._moves, self._write_behind)
         self._health = Health(self._store)
@@ -79,8 +81,8 @@ class TierKV:
             self._store.namespaces.raise_to(digest, generation)
         for low, there in zip(self._store.lower, known, strict=True):
             self._store.persist(low, there)
-            self._recover(low)
-        _trim()
+            recover(self._store, low)
+        trim()
         self._grow()
 
     @classmethod
@@ -96,7 +98,7 @@ class TierKV:
         """
         gate = gate or named(settings.store.gate)
         lower: list[DurableTier] = []
-        lanes = {"control": 2, "grow": 1, "host-probe": 1}
+        lanes = {"control": 2, "grow": 1, "host-probe": 1, LANE: 1}
         if settings.nvme is not None:
             lower.append(NvmeTier(settings.nvme))
         if settings.redis is not None:
@@ -111,6 +113,12 @@ class TierKV:
         )
         executor.on_bug = store.break_down
         return store
+
+    def encode_with(self, encoder: Encoder) -> None:
+        """Let demotions make other profiles of exact copies, on a lane of their own."""
+        with self._store.lock:
+            self._demotions.encoder = encoder
+            self._store.catalog.let_encode()
 
     @property
     def host(self) -> HostTier:
@@ -170,7 +178,9 @@ class TierKV:
         with self._store.lock:
             if self._store.broken:
                 return calls.Done()
-            return self._puts.commit(owner, call)
+            done = self._puts.commit(owner, call)
+            self._demotions.relieve()
+            return done
 
     def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
         """Give a reservation up."""
@@ -262,6 +272,7 @@ class TierKV:
     def tick(self) -> float:
         """End what is past its deadline."""
         with self._store.lock:
+            self._demotions.relieve()
             self._write_behind.tick()
             self._health.tick()
             self._stages.tick()
@@ -333,66 +344,3 @@ class TierKV:
                     store.executor.submit("grow", step)
 
         store.executor.submit("grow", step)
-
-    def _recover(self, low: Lower) -> None:
-        """Take in what a tier found at start; frames below their namespace's minimum stay out.
-
-        A frame of a higher generation tells of a clear that could not be persisted: it holds too.
-        """
-        store = self._store
-        found = low.tier.scan()
-        if not len(found):
-            return
-        numbers = store.namespaces.numbers(found["namespace"].reshape(-1, DIGEST_BYTES))
-        for number in np.unique(numbers).tolist():
-            newest = int(found["generation"][numbers == number].max())
-            store.namespaces.raise_to(store.namespaces.digest(number), newest)
-        old = found["generation"] < np.array(store.namespaces.minimum)[numbers]
-        granule = low.tier.granule
-        for row in found[old]:
-            low.tier.free(int(row["locator"]), -(-int(row["nbytes"]) // granule) * granule)
-        if old.any():
-            found, numbers = found[~old], numbers[~old]
-        if (np.diff(found["locator"]) < 0).any():
-            order = np.argsort(found["locator"])
-            found, numbers = found[order], numbers[order]
-        rows = self._adopt(low, found, numbers)
-        order = np.lexsort((-found["locator"], found["position"]))  # heads before tails
-        store.policy.found(store.catalog, array("i", rows[order].tobytes()))
-        store.totals["recovered"] += len(found)
-
-    def _adopt(
-        self, low: Lower, found: npt.NDArray[np.void], numbers: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32]:
-        """Make found frames ready placements; returns their rows.
-
-        Rows are in the order of the log, so those of a chain lie side by side: a match then reads
-        few cache lines of each column.
-        """
-        catalog = self._store.catalog
-        profile_of = np.zeros(1 << 16, np.int8)
-        for codec_id, profile in self._store.offers.readable.items():
-            profile_of[codec_id] = profile.number
-        granule = low.tier.granule
-        every = np.empty(len(found), np.int32)
-        parts, inverse = distinct(found["part"])
-        for index, part in enumerate(parts.tolist()):
-            mine = np.flatnonzero(inverse == index)
-            some = found[mine] if len(parts) > 1 else found
-            columns = {
-                "profile": profile_of[some["codec_id"]],
-                "allocated": -(-some["nbytes"] // granule) * granule,
-                "namespace": numbers[mine],
-            }
-            names = ("fidelity", "flags", "nbytes", "locator", "generation", "position")
-            columns |= {name: some[name] for name in names}
-            number = catalog.part_number(Part(*part))
-            every[mine] = catalog.adopt(low.number, number, some["key"].tobytes(), columns)
-        return every
-
-
-def _trim() -> None:
-    """Give back what reading an index took: glibc keeps it, some 90 bytes for each placement."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

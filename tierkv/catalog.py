@@ -13,7 +13,7 @@ I/O, no clock, no lock: the owner calls from one thread at a time.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from tierkv import units
 from tierkv.allowance import Allowance, Allowances
 from tierkv.key import KEY_BYTES
 from tierkv.part import Part
-from tierkv.tier import Space
+from tierkv.tier import RAM, Space
 
 
 class State(IntEnum):
@@ -131,8 +131,10 @@ class Catalog:
     end2: "array[int]"
     end3: "array[int]"
 
-    def __init__(self, tiers: Sequence[str]) -> None:
-        self.tiers = tuple(tiers)
+    def __init__(self, tiers: Sequence[str], cuts: Collection[int] = (RAM,)) -> None:
+        """`cuts`: numbers of the tiers in which a frame can be cut short where it lies."""
+        self.tiers, self.cuts = tuple(tiers), frozenset(cuts)
+        self.encodes = False
         self.bytes = [[0] * len(State) for _ in tiers]
         self.count = [[0] * len(State) for _ in tiers]
         self._parts: dict[Part, int] = {}
@@ -164,13 +166,8 @@ class Catalog:
         return self.parts[self.part[row]]
 
     def allowed(self, row: int) -> Allowance:
-        """Return the lossy profiles, by number, that a row's block may take, and their loss."""
+        """Return the lossy profiles, by number, that a row's block may take."""
         return self.allowances[self.allowance[row]]
-
-    def end(self, row: int, segments: int) -> int:
-        """Return the bytes of a row's frame cut short behind 1 to 3 segments; 0: not known."""
-        value: int = getattr(self, ENDS[segments - 1])[row]
-        return value
 
     def key(self, row: int) -> bytes:
         """Return a row's key."""
@@ -257,6 +254,10 @@ class Catalog:
         """Note what a frame has turned out to be, or has become: columns by name."""
         for name, value in columns.items():
             getattr(self, name)[row] = value
+
+    def let_encode(self) -> None:
+        """From now on an exact copy can be encoded again on its way down."""
+        self.encodes = True
 
     def leave(self, rows: Rows) -> None:
         """Make ready placements invisible; their space stays until `gone`."""

@@ -138,5 +138,5 @@ def _copy(view: Catalog, row: int) -> Copy:
         nbytes=view.nbytes[row],
         allocated=view.allocated[row],
         held=view.holds[row],
-        may_become={BY_NUMBER[one].name: kl for one, kl in view.allowed(row).items()},
+        may_become={BY_NUMBER[one].name: new.kl for one, new in view.allowed(row).items()},
     )

@@ -265,6 +265,16 @@ def truncate(header: Header, segments: int) -> Header:
     )
 
 
+def shortened(header: Header, nbytes: int) -> Header | None:
+    """Return the header of the prefix of a frame that has `nbytes`; None: no segment ends there."""
+    end = header.header_bytes
+    for number, length in enumerate(header.segments, 1):
+        end += length
+        if end == nbytes:
+            return truncate(header, number)
+    return None
+
+
 def _digests(header: Header, pieces: Sequence[Buffer]) -> Iterable[bytes]:
     start = header.header_bytes
     for length in header.segments:

@@ -7,8 +7,11 @@ and readers: the *allowance* that was noted when the block was put, so that a Mo
 that a put could not have made.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from tierkv.catalog import NONE, READY, Catalog
-from tierkv.codec import BY_NUMBER
+from tierkv.codec import BY_NUMBER, Profile
 from tierkv.plan import Kind, Move
 from tierkv.tier import RAM
 
@@ -23,9 +26,10 @@ def lawful(view: Catalog, move: Move) -> bool:
         case Kind.DROP:
             return tier == here
         case Kind.DOWNGRADE:
-            return tier == here and not view.holds[row] and cut(view, row, profile) > 0
+            free = tier == here and here in view.cuts and not view.holds[row]
+            return free and cut(view, row, profile) > 0
         case Kind.DEMOTE:
-            return here < tier < len(view.tiers) and makes(view, row, profile)
+            return here == RAM < tier < len(view.tiers) and makes(view, row, profile)
         case Kind.PROMOTE:
             return tier == RAM < here and profile == view.profile[row] and _betters(view, row)
     return False
@@ -39,7 +43,7 @@ def makes(view: Catalog, row: int, profile: int) -> bool:
         return False
     if new == mine or cut(view, row, profile):
         return True
-    smaller = new.segments == 1 and new.ratio > mine.ratio
+    smaller = view.encodes and new.segments == 1 and new.ratio > mine.ratio
     return smaller and not mine.lossy and (not new.lossy or profile in view.allowed(row))
 
 
@@ -51,7 +55,31 @@ def cut(view: Catalog, row: int, profile: int) -> int:
         return 0
     if not 0 < new.levels < mine.levels or profile not in view.allowed(row):
         return 0
-    return view.end(row, new.levels)
+    return end(view, row, new.levels)
+
+
+def end(view: Catalog, row: int, segments: int) -> int:
+    """Return the bytes of a row's frame cut short behind 1 to 3 segments; 0: not known."""
+    columns = view.end1, view.end2, view.end3
+    return columns[segments - 1][row]
+
+
+def note_ends(view: Catalog, row: int, known: tuple[int, int, int]) -> None:
+    """Note what `ends` says of a row's frame."""
+    first, second, third = known
+    view.restate(row, end1=first, end2=second, end3=third)
+
+
+def size(view: Catalog, row: int, profile: int) -> int:
+    """Return the bytes of a copy that takes no encoding, 0 where it takes some or may not be."""
+    return view.nbytes[row] if profile == view.profile[row] else cut(view, row, profile)
+
+
+def fidelity(view: Catalog, row: int, profile: int) -> int:
+    """Return what a copy that may be made of a placement promises."""
+    allowed = view.allowed(row).get(profile)
+    mine = view.fidelity[row]
+    return mine if allowed is None or profile == view.profile[row] else min(mine, allowed.fidelity)
 
 
 def freed(view: Catalog, move: Move, granule: int) -> int:
@@ -65,10 +93,23 @@ def freed(view: Catalog, move: Move, granule: int) -> int:
     return 0
 
 
+def ends(profile: Profile, header_bytes: int, segments: Sequence[int]) -> tuple[int, int, int]:
+    """Return the columns of a frame: its bytes when it is cut short behind 1, 2, 3 segments.
+
+    Zeros where it is not the whole of a progressive profile: nobody could say what a prefix is.
+    """
+    levels = profile.levels
+    whole = levels > 1 and all(segments[:levels]) and not any(segments[levels:])
+    sums = [header_bytes + end for end in accumulate(segments[: levels - 1])] if whole else []
+    first, second, third = (*sums, 0, 0, 0)[:3]
+    return first, second, third
+
+
 def _betters(view: Catalog, row: int) -> bool:
-    """Return whether RAM has no copy, or one of a lower fidelity that nobody uses."""
+    """Return whether RAM has no copy, or a lower or cleared one that nobody uses."""
     there = view.in_tier(view.head(view.key(row), view.part[row]), RAM)
     if there == NONE:
         return True
     free = view.state[there] == READY and not view.holds[there]
-    return free and view.fidelity[there] < view.fidelity[row]
+    lower = view.fidelity[there] < view.fidelity[row]
+    return free and (lower or view.generation[there] < view.generation[row])

@@ -11,14 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from tierkv import frame
+from tierkv.allowance import Allowance, Allowed
 from tierkv.calls import PutCall
-from tierkv.codec import BY_CODEC_ID, LOSSLESS, PROFILES, Profile
+from tierkv.codec import BY_CODEC_ID, BY_LEVELS, LOSSLESS, PROFILES, Profile
 from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.frame import NO_ARTIFACT
 from tierkv.gate import Gate, Verdict
 from tierkv.key import KEY_BYTES
 
+MAX_FAMILIES = 4096
 MAX_REASONS = 64
 """Reasons kept apart; later ones are counted together."""
 OTHERS = "other reasons"
@@ -80,6 +83,53 @@ class Offers:
             if not profile.lossy or codec_id in known
         }
         """By codec id: the profiles whose frames readers may be given."""
+        self._families: dict[bytes, bytes] = {}
+        """Of fingerprints that something was put under."""
+        self._usual: set[bytes] = set()
+
+    def allowance(self, call: PutCall) -> Allowance:
+        """Return what the blocks of a put may become later, by the rule that it goes by itself."""
+        artifacts = {artifact for artifact in call.artifacts if artifact.strip(b"\0")}
+        artifact = artifacts.pop() if len(artifacts) == 1 else NO_ARTIFACT
+        if call.family:
+            if len(self._families) >= MAX_FAMILIES:
+                self._families.clear()
+            self._families[call.fingerprint] = call.family
+        return self._allowance(call.family, artifact, call.fidelity, _context(call))
+
+    def allowance_of(self, header: frame.Header, context: int) -> Allowance:
+        """As `allowance`, of a frame that was found; nothing until its model has put something.
+
+        `context`: tokens of the sequence for which it was wanted.
+        """
+        family = self._families.get(header.fingerprint, b"")
+        return self._allowance(family, header.artifact, header.fidelity, context)
+
+    def note_levels(self, artifact: bytes) -> None:
+        """Note that an artifact's profiles have the usual levels: a whole block of one had them.
+
+        Then a prefix of n segments is the profile of n levels, if the gate knows that profile with
+        this artifact: ratios fall from level to level, so no other one can be the n-th.
+        """
+        if len(self._usual) < MAX_FAMILIES:
+            self._usual.add(artifact)
+
+    def profile_of(self, header: frame.Header) -> Profile:
+        """Return the profile of a readable frame; the first of its format where that is all."""
+        levels = sum(map(bool, header.segments)) if header.artifact in self._usual else 0
+        return BY_LEVELS.get((header.codec_id, levels), self.readable[header.codec_id])
+
+    def _allowance(self, family: bytes, artifact: bytes, asked: int, context: int) -> Allowance:
+        if self.gate is None or not family or asked == Fidelity.EXACT:
+            return {}
+        found: dict[int, Allowed] = {}
+        for profile in PROFILES.values():
+            mine = artifact if profile.levels else NO_ARTIFACT
+            if profile.lossy and profile.codec_id in self.readable:
+                fidelity, kl, _ = self.gate.look(family, profile.name, mine, context)
+                if fidelity is not None and fidelity >= asked:
+                    found[profile.number] = Allowed(int(fidelity), kl)
+        return found
 
     def allowed(self, call: PutCall) -> list[Offer]:
         """Return what a put may use, in the client's order of preference.
@@ -121,5 +171,9 @@ class Offers:
             return Verdict(None, math.inf, "no gate file: [store] gate names none")
         if call.fidelity == Fidelity.EXACT:
             return Verdict(None, math.inf, "its readers ask for exact copies")
-        context = call.position + len(call.keys) // KEY_BYTES * call.tokens_per_block
-        return self.gate.look(call.family, profile.name, artifact, context)
+        return self.gate.look(call.family, profile.name, artifact, _context(call))
+
+
+def _context(call: PutCall) -> int:
+    """Return the tokens of a put's sequence, as far as it goes."""
+    return call.position + len(call.keys) // KEY_BYTES * call.tokens_per_block

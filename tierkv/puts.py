@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv import frame, planner
+from tierkv import frame, lineage, planner
 from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Column
 from tierkv.client import Written
@@ -259,6 +259,7 @@ class Puts:
         store, profile = self._store, plan.profile
         namespace = store.namespaces.number(digest_of(call.namespace))
         page = store.host.page_bytes
+        allowance = store.catalog.allowances.number(store.offers.allowance(call))
         units, rows = np.array(plan.units), np.empty(len(plan.units), np.int32)
         for index, (part, size) in enumerate(zip(parts, raw, strict=True)):
             mine = np.flatnonzero(units % len(parts) == index)
@@ -278,6 +279,7 @@ class Puts:
                 "namespace": namespace,
                 "generation": store.namespaces.minimum[namespace],
                 "position": call.position + blocks * call.tokens_per_block,
+                "allowance": allowance,
             }
             keys = np.frombuffer(call.keys, _KEY)[blocks].tobytes()
             rows[mine] = store.catalog.begin_alike(RAM, part, keys, columns)
@@ -299,12 +301,21 @@ class Puts:
                 self._store.trim(row, held.header_bytes + unit.length)
             fidelity = held.offers[unit.profile].fidelity
             catalog.restate(row, profile=unit.profile, fidelity=fidelity)
+            if BY_NUMBER[unit.profile].levels:
+                self._note_ends(row, held, unit)
             header = stamps[unit.profile].pack(
                 catalog.key(row), parts[catalog.part[row]], catalog.position[row],
                 held.raw[index], unit.segments, checksums[index * 16 * most :][: 16 * most],
             )  # fmt: skip
             start = host.start(catalog.locator[row])
             host.view[start : start + held.header_bytes] = header
+
+    def _note_ends(self, row: int, held: _Reservation, unit: Written) -> None:
+        """Note what the prefixes of a progressive frame are."""
+        ends = lineage.ends(BY_NUMBER[unit.profile], held.header_bytes, unit.segments)
+        lineage.note_ends(self._store.catalog, row, ends)
+        if any(ends):
+            self._store.offers.note_levels(held.offers[unit.profile].artifact)
 
     def _header(self, held: _Reservation, offer: Offer, *, sealed: bool) -> frame.Header:
         """Return a header of a reservation's frames of one profile, which differ from it little."""

@@ -57,10 +57,10 @@ class Recorder:
         self._file.write(MAGIC)
         self._encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
-    def catalog(self, tiers: Sequence[str]) -> Catalog:
+    def catalog(self, tiers: Sequence[str], cuts: Sequence[int]) -> Catalog:
         """Return a Catalog whose changes are recorded."""
-        self.write(Event("open", [list(tiers)]))
-        return _RecordedCatalog(tiers, self)
+        self.write(Event("open", [list(tiers), list(cuts)]))
+        return _RecordedCatalog(tiers, cuts, self)
 
     def policy(self, opening: Opening) -> ServicePolicy:
         """Return a new policy whose calls are recorded."""
@@ -139,8 +139,8 @@ class _RecordedAllowances(Allowances):
 class _RecordedCatalog(Catalog):
     """A Catalog whose changes go into a record."""
 
-    def __init__(self, tiers: Sequence[str], recorder: Recorder) -> None:
-        super().__init__(tiers)
+    def __init__(self, tiers: Sequence[str], cuts: Sequence[int], recorder: Recorder) -> None:
+        super().__init__(tiers, cuts)
         self._recorder = recorder
         self.allowances = _RecordedAllowances(recorder)
 
@@ -201,6 +201,11 @@ class _RecordedCatalog(Catalog):
         """See `Catalog`."""
         self._note("resize", row, nbytes, allocated, locator)
         super().resize(row, nbytes, allocated, locator)
+
+    def let_encode(self) -> None:
+        """See `Catalog`."""
+        self._note("let_encode")
+        super().let_encode()
 
     def restate(self, row: int, **columns: int) -> None:
         """See `Catalog`."""

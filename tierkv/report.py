@@ -39,7 +39,7 @@ def report(
     """
     now = store.clock()
     queues = write_behind.queues
-    oldest = [queue.waiting[0][3] for queue in queues if queue.waiting]
+    oldest = [queue.waiting[0].at for queue in queues if queue.waiting]
     held = _held_bytes(store, matches)
     return StoreStat(
         version=__version__,

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tierkv import frame, planner
+from tierkv import lineage, planner
 from tierkv.catalog import NONE, READY, Unit
 from tierkv.codec import RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.matches import Match, Matches
 from tierkv.moves import Moves
+from tierkv.plan import Kind, Move
 from tierkv.store import Lower, Numbers, Store
-from tierkv.tier import DONE, RAM, FrameId, Item, Outcome, SharedTier, Status
+from tierkv.tier import RAM, FrameId, Item, Outcome, SharedTier, Status
 from tierkv.window_stages import WindowStages
 
 T = TypeVar("T")
@@ -293,6 +294,7 @@ class Stages:
         match.pending, match.eta_s = True, eta_s
         chain = [row for row in match.rows if row != NONE]
         reads: dict[int, list[tuple[int, int]]] = {}
+        context = match.call.position + match.asked * match.call.tokens_per_block
         for unit, source in wanted:
             target = source
             if catalog.tier[source] != RAM:
@@ -314,13 +316,15 @@ class Stages:
         for tier, pairs in reads.items():
             low = store.lower[tier - 1]
             for job in read_jobs(pairs, [catalog.nbytes[target] for target, _ in pairs]):
-                self._submit(low, job)
+                self._submit(low, job, context)
         if not match.awaited:
             self._matches.finish(match)
 
     def _begin(self, source: int) -> int:
         """Reserve RAM for a unit and hold the copy it is read from."""
         store, catalog = self.store, self.store.catalog
+        move = Move(Kind.PROMOTE, source, RAM, catalog.profile[source])
+        assert lineage.lawful(catalog, move), "RAM has a copy that is as good, or in use"
         locator = store.host.reserve(catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
         head = catalog.head(catalog.key(source), catalog.part[source])
@@ -330,7 +334,7 @@ class Stages:
         catalog.hold([source])
         return store.copy_of(source, RAM, locator)
 
-    def _submit(self, low: Lower, pairs: Sequence[tuple[int, int]]) -> None:
+    def _submit(self, low: Lower, pairs: Sequence[tuple[int, int]], context: int) -> None:
         store, catalog = self.store, self.store.catalog
         items = [
             Item(
@@ -346,24 +350,26 @@ class Stages:
             outcomes = low.io.read(items)
             with store.lock:
                 low.reading -= 1
-                for (target, source), item, outcome in zip(pairs, items, outcomes, strict=True):
-                    self._arrived(low, target, source, item, outcome)
+                for (target, source), item, found in zip(pairs, items, outcomes, strict=True):
+                    done = found.status is Status.DONE
+                    low.failures = 0 if done else low.failures
+                    outcome = self._moves.describe(target, source, item, context) if done else found
+                    self._arrived(low, target, source, outcome)
                 store.check()
                 self._on_read(low)
 
         low.reading += 1
         store.executor.submit(low.reads, read)
 
-    def _arrived(self, low: Lower, target: int, source: int, item: Item, outcome: Outcome) -> None:
+    def _arrived(self, low: Lower, target: int, source: int, outcome: Outcome) -> None:
         store, catalog = self.store, self.store.catalog
         del self._origins[target]
         store.unhold([source])
         minimum = store.namespaces.minimum[catalog.namespace[target]]
-        if outcome.status is Status.DONE:
-            low.failures = 0
-            outcome = self._describe(target, source, item)
         if outcome.status is Status.DONE and catalog.generation[target] >= minimum:
             catalog.commit([target])
+            store.counters["promoted"] += 1
+            store.totals["promoted_bytes"] += catalog.nbytes[target]
             self._matches.arrived(target, source=low.name, usable=True)
             return
         store.abort([target])
@@ -378,23 +384,3 @@ class Stages:
             if catalog.state[source] == READY:
                 store.drop([source])
         self._matches.arrived(target, source=low.name, usable=False)
-
-    def _describe(self, target: int, source: int, item: Item) -> Outcome:
-        """Take over from the header what a probe could not know."""
-        catalog = self.store.catalog
-        readable = self.store.offers.readable
-        header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
-        if isinstance(header, frame.Refusal) or header.codec_id not in readable:
-            return Outcome(Status.UNKNOWN, "a codec this release does not know")
-        namespace = self.store.namespaces.digest(catalog.namespace[target])
-        if (header.generation, header.namespace) != (catalog.generation[target], namespace):
-            return Outcome(Status.CORRUPT, "another namespace or generation")
-        for row in (target, source):
-            catalog.restate(
-                row,
-                profile=readable[header.codec_id].number,
-                fidelity=header.fidelity,
-                flags=header.flags,
-                position=header.position,
-            )
-        return DONE

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from tierkv import frame, lineage
 from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
@@ -115,8 +116,9 @@ class Store:
         self.host = host
         self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
         names = ["host", *(tier.name for tier in lower)]
+        cuts = [RAM, *(low.number for low in self.lower if low.regions is not None)]
         self.recorder = recorder
-        self.catalog = recorder.catalog(names) if recorder else Catalog(names)
+        self.catalog = recorder.catalog(names, cuts) if recorder else Catalog(names, cuts)
         self.executor = executor
         self.clock = clock
         self.settings = settings
@@ -311,15 +313,24 @@ class Store:
         catalog = self.catalog
         return FrameId(catalog.key(row), catalog.part_of(row), catalog.generation[row])
 
-    def copy_of(self, row: int, tier: int, locator: int) -> int:
-        """Begin a placement in another tier that says the same as one that is there."""
+    def copy_of(
+        self, row: int, tier: int, locator: int, *, profile: int = 0, nbytes: int = 0
+    ) -> int:
+        """Begin a placement in another tier of the same block, by default of an equal frame."""
         catalog = self.catalog
         place = self.lower[tier - 1].tier if tier else self.host
-        nbytes = catalog.nbytes[row]
+        nbytes, number = nbytes or catalog.nbytes[row], profile or catalog.profile[row]
+        new = BY_NUMBER.get(number)
+        lossy = frame.LOSSY if new is not None and new.lossy else 0
+        ends = [
+            lineage.end(catalog, row, level) if new is not None and level < new.levels else 0
+            for level in (1, 2, 3)
+        ]
         unit = Unit(
-            catalog.key(row), catalog.part[row], catalog.profile[row], catalog.fidelity[row],
-            catalog.flags[row], nbytes, -(-nbytes // place.granule) * place.granule, locator,
-            catalog.namespace[row], catalog.generation[row], catalog.position[row],
+            catalog.key(row), catalog.part[row], number, lineage.fidelity(catalog, row, number),
+            catalog.flags[row] | lossy, nbytes, -(-nbytes // place.granule) * place.granule,
+            locator, catalog.namespace[row], catalog.generation[row], catalog.position[row],
+            catalog.allowance[row], *ends,
         )  # fmt: skip
         return catalog.begin(tier, [unit])[0]
 

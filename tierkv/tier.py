@@ -181,6 +181,12 @@ class Region(NamedTuple):
 class RegionTier(DurableTier, Protocol):
     """A tier that frees space by the region: `free` only makes bytes dead."""
 
+    def truncate(self, locator: int, nbytes: int, kept: int) -> None:
+        """Make what lies behind the first `kept` of a frame's `nbytes` dead. Never fails.
+
+        The medium is left as it is: a start finds the whole frame again.
+        """
+
     def regions(self) -> Sequence[Region]:
         """Return the sealed regions, oldest first; the open one and empty ones are not listed."""
 

@@ -66,16 +66,23 @@ def seal_in_place(item: Item) -> Outcome:
 
 
 def check(item: Item) -> Outcome:
-    """Return whether an item's pieces hold the frame it names, with the payload it promises."""
-    header = frame.parse(item.pieces[0][: frame.MAX_HEADER_BYTES])
-    if header is frame.Refusal.UNKNOWN:
+    """Return whether an item's pieces hold the frame it names, with the payload it promises.
+
+    Where it asked for a prefix of the frame, the header is made that of the prefix.
+    """
+    head = item.pieces[0]
+    found = frame.parse(head[: frame.MAX_HEADER_BYTES])
+    if found is frame.Refusal.UNKNOWN:
         return Outcome(Status.UNKNOWN, "a frame of an unknown version or class")
-    if isinstance(header, frame.Refusal):
+    if isinstance(found, frame.Refusal):
         return Outcome(Status.CORRUPT, "header checksum")
-    if (header.key, header.part) != item.id[:2] or header.frame_bytes != item.nbytes:
+    header = frame.shortened(found, item.nbytes)
+    if (found.key, found.part) != item.id[:2] or header is None:
         return Outcome(Status.CORRUPT, "another frame")
     if not frame.verify(header, item.pieces):
         return Outcome(Status.CORRUPT, "payload checksum")
+    if header.payload_bytes < found.payload_bytes:
+        head[: header.header_bytes] = frame.pack(header)
     return DONE
 
 

@@ -10,20 +10,21 @@ are done.
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tierkv import planner
+from tierkv import lineage
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import NONE, READY, Rows
 from tierkv.limits import count_keys, seconds_of
+from tierkv.moves import Encoded, Moves, prefix
 from tierkv.namespace import digest_of
-from tierkv.plan import RegionPlan
+from tierkv.plan import Move
+from tierkv.region_reclaim import RegionReclaim
 from tierkv.store import Lower, Store
-from tierkv.tier import RAM, Item, Outcome, RegionTier, Status
-from tierkv.tiers.host import aligned
+from tierkv.tier import RAM, Item, Outcome, Status
 
 BATCH_BYTES = 16 << 20
 """Between two batches a disk idles for about 0.1 ms: 7 % of 8 MiB."""
@@ -36,10 +37,25 @@ STARVED_S = 0.25
 _REASONS = {Status.FULL: "demote_failed", Status.FAILED: "demote_failed"}
 
 
+class _Entry(NamedTuple):
+    """A RAM placement to copy; the bytes are those that it counts for in the queue.
+
+    Of a demotion: the Move, for which the placement is held, and the frame where it is another.
+    """
+
+    row: int
+    serial: int
+    nbytes: int
+    at: float
+    """Clock when it was queued."""
+    move: Move | None = None
+    frame: Encoded | None = None
+
+
 class _Batch(NamedTuple):
     """RAM copies, the placements they become, and what a tier needs to know to write them."""
 
-    sources: list[int]
+    sources: list[_Entry]
     copies: list[int]
     items: list[Item]
 
@@ -47,8 +63,8 @@ class _Batch(NamedTuple):
 @dataclass(slots=True)
 class _Queue:
     lower: Lower
-    waiting: deque[tuple[int, int, int, float]] = field(default_factory=deque)
-    """(row, serial, bytes, time offered)"""
+    reclaim: RegionReclaim | None
+    waiting: deque[_Entry] = field(default_factory=deque)
     nbytes: int = 0
     running: bool = False
     """Whether a job is in the write lane."""
@@ -79,9 +95,13 @@ class _Flush:
 class WriteBehind:
     """Queues, the batches they become, and the flushes that wait for them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, moves: Moves) -> None:
         self._store = store
-        self.queues = [_Queue(lower) for lower in store.lower]
+        self._moves = moves
+        self.queues = [
+            _Queue(low, RegionReclaim(store, moves, low, low.regions) if low.regions else None)
+            for low in store.lower
+        ]
         self._flushes: list[_Flush] = []
 
     @property
@@ -105,9 +125,26 @@ class WriteBehind:
                 if bounded and queue.nbytes + size > store.settings.write_behind_bytes:
                     store.counters["demote_dropped"] += 1
                     continue
-                queue.waiting.append((row, catalog.serial[row], size, store.clock()))
-                queue.nbytes += size
+                self._add(queue, _Entry(row, catalog.serial[row], size, store.clock()))
             self._start(queue)
+
+    def demote(self, move: Move, encoded: Encoded | None = None) -> None:
+        """Copy a RAM placement, which is held for this, and give it up. Under the store's lock.
+
+        Args:
+            move: a lawful demotion.
+            encoded: what is written where it is neither the frame in RAM nor a prefix of it.
+        """
+        store, catalog, queue = self._store, self._store.catalog, self.queues[move.tier - 1]
+        size = encoded.nbytes if encoded else lineage.size(catalog, move.row, move.profile)
+        entry = _Entry(move.row, catalog.serial[move.row], size, store.clock(), move, encoded)
+        self._add(queue, entry)
+        self._start(queue)
+
+    @staticmethod
+    def _add(queue: _Queue, entry: _Entry) -> None:
+        queue.waiting.append(entry)
+        queue.nbytes += entry.nbytes
 
     def flush(self, call: FlushCall, done: Callable[[FlushReply], None]) -> None:
         """Queue what is not durable yet and answer when it is, or at the deadline.
@@ -144,6 +181,7 @@ class WriteBehind:
     def clear(self) -> None:
         """Forget everything that waits."""
         for queue in self.queues:
+            self._let_go([entry for entry in queue.waiting if entry.move])
             queue.waiting.clear()
             queue.nbytes = 0
 
@@ -163,8 +201,10 @@ class WriteBehind:
     def _run(self, queue: _Queue) -> None:
         """Let the next batch be sealed and write the one that is; a job of the write lane."""
         store, lower = self._store, queue.lower
-        if lower.regions is not None:
-            self._reclaim(queue, lower.regions)
+        if queue.reclaim is not None:
+            with store.lock:
+                waiting = queue.nbytes + BATCH_FRAMES * lower.tier.granule
+            queue.reclaim.make_room(min(waiting, BATCH_BYTES))
         with store.lock:
             batch, queue.sealed = queue.sealed, None
             if queue.waiting and not queue.sealing:
@@ -195,55 +235,91 @@ class WriteBehind:
     def _begin(self, queue: _Queue, *, first: bool) -> _Batch:
         """Take a batch off the queue, hold its RAM copies and mark the new ones `writing`."""
         store, catalog = self._store, self._store.catalog
-        sources: list[int] = []
+        sources: list[_Entry] = []
         copies: list[int] = []
         size, shared = 0, queue.lower.shared is not None
         most = SHARED_BATCH_BYTES if shared else BATCH_BYTES
         most = FIRST_BATCH_BYTES if first else most
         while queue.waiting and len(copies) < BATCH_FRAMES and size < most:
-            row, serial, nbytes, _ = queue.waiting.popleft()
-            queue.nbytes -= nbytes
-            current = catalog.serial[row] == serial and catalog.state[row] == READY
+            entry = queue.waiting.popleft()
+            row = entry.row
+            queue.nbytes -= entry.nbytes
+            current = catalog.serial[row] == entry.serial and catalog.state[row] == READY
             if not current:
                 store.counters["demote_dropped"] += 1
-                continue
-            if self._there(row, queue.lower.number):
-                continue
-            copy = self._copy(row, queue.lower)
-            if copy is None:
+            elif not self._there(entry, queue.lower.number):
+                copy = self._copy(entry, queue.lower)
+                if copy is not None:
+                    sources.append(entry)
+                    copies.append(copy)
+                    size += entry.nbytes
+                    if not entry.move:
+                        catalog.hold([row])
+                    continue
                 store.counters["demote_failed"] += 1
-                continue
-            catalog.hold([row])
-            sources.append(row)
-            copies.append(copy)
-            size += nbytes
+            self._let_go([entry])
         items = [self._item(row, source) for row, source in zip(copies, sources, strict=True)]
         return _Batch(sources, copies, items)
 
-    def _there(self, row: int, tier: int) -> bool:
-        """Return whether a copy like the one in `row` is in a tier; a poorer one makes way."""
+    def _let_go(self, entries: Sequence[_Entry]) -> None:
+        """End the holds of demotions; what is below now, and used by nobody, is given up here."""
         store, catalog = self._store, self._store.catalog
+        moved = [entry.row for entry in entries if entry.move]
+        self._moves.going -= sum(catalog.allocated[row] for row in moved)
+        store.unhold(moved)
+        for entry in entries:
+            row = entry.row
+            if entry.move is None or catalog.serial[row] != entry.serial:
+                continue
+            head = catalog.head(catalog.key(row), catalog.part[row])
+            below = store.ready_in(
+                entry.move.tier, head, self._promises(entry), catalog.namespace[row]
+            )
+            if below != NONE and catalog.state[row] == READY and not catalog.holds[row]:
+                store.drop([row])
+                store.counters["demoted"] += 1
+
+    def _there(self, entry: _Entry, tier: int) -> bool:
+        """Return whether a tier has a copy like what an entry becomes; a poorer one makes way."""
+        store, catalog, row = self._store, self._store.catalog, entry.row
         head = catalog.head(catalog.key(row), catalog.part[row])
         copy = catalog.in_tier(head, tier)
         if copy == NONE:
             return False
         busy = catalog.state[copy] != READY or catalog.holds[copy] or not catalog.profile[copy]
-        if busy or store.answers(copy, catalog.fidelity[row], catalog.namespace[row]):
+        if busy or store.answers(copy, self._promises(entry), catalog.namespace[row]):
             return True
         store.drop([copy])
         return False
 
-    def _copy(self, row: int, lower: Lower) -> int | None:
-        """Begin a placement in a lower tier like the one in `row`; None when it does not fit."""
-        locator = lower.tier.reserve(self._store.catalog.nbytes[row])
-        return None if locator is None else self._store.copy_of(row, lower.number, locator)
+    def _promises(self, entry: _Entry) -> int:
+        """Return the class of what an entry becomes."""
+        catalog, row = self._store.catalog, entry.row
+        profile = entry.move.profile if entry.move else catalog.profile[row]
+        return lineage.fidelity(catalog, row, profile)
 
-    def _item(self, copy: int, source: int) -> Item:
+    def _copy(self, entry: _Entry, lower: Lower) -> int | None:
+        """Begin a placement in a lower tier of what an entry becomes; None: it does not fit."""
+        store, row = self._store, entry.row
+        profile = entry.move.profile if entry.move else store.catalog.profile[row]
+        size = entry.frame.nbytes if entry.frame else lineage.size(store.catalog, row, profile)
+        locator = lower.tier.reserve(size) if size else None
+        if locator is None:
+            return None
+        return store.copy_of(row, lower.number, locator, profile=profile, nbytes=size)
+
+    def _item(self, copy: int, source: _Entry) -> Item:
         store, catalog = self._store, self._store.catalog
-        pieces = store.host.pieces(catalog.locator[source])
-        return Item(store.frame_id(copy), catalog.locator[copy], catalog.nbytes[copy], pieces)
+        nbytes = catalog.nbytes[copy]
+        if source.frame is not None:
+            pieces: Sequence[memoryview] = [source.frame.memory]
+        else:
+            pieces = store.host.pieces(catalog.locator[source.row])
+            if nbytes < catalog.nbytes[source.row]:
+                pieces = prefix(pieces, nbytes, catalog.fidelity[copy])
+        return Item(store.frame_id(copy), catalog.locator[copy], nbytes, pieces)
 
-    def _finish(self, sources: list[int], copies: list[int], outcomes: list[Outcome]) -> None:
+    def _finish(self, sources: list[_Entry], copies: list[int], outcomes: list[Outcome]) -> None:
         store, catalog = self._store, self._store.catalog
         written: list[int] = []
         refused: list[int] = []
@@ -259,72 +335,8 @@ class WriteBehind:
                 written.append(copy)
         store.abort(refused[::-1])  # what was reserved last goes first: a log can take it back
         store.policy.touched(catalog, written)
-        store.unhold(sources)
-
-    def _reclaim(self, queue: _Queue, tier: RegionTier) -> None:
-        """Free regions until the next batch fits beside one spare region for survivors.
-
-        Not on a medium that takes no writes: nothing would come in place of what goes.
-        """
-        store, lower = self._store, queue.lower
-        while True:
-            with store.lock:
-                regions = tier.regions()
-                spare = max((region.stop - region.start for region in regions), default=0)
-                batch = min(queue.nbytes + BATCH_FRAMES * tier.granule, BATCH_BYTES)
-                if not regions or tier.space().free >= spare + batch:
-                    return
-            if tier.probe():
-                return
-            with store.lock:
-                plan = planner.plan_region(store.policy, store.catalog, lower.number, regions)
-                if plan is None:
-                    return
-                store.drop(plan.drops)
-                store.catalog.hold(plan.carry)
-            if not self._carry(lower, tier, plan):
-                return
-
-    def _carry(self, lower: Lower, tier: RegionTier, plan: RegionPlan) -> bool:
-        """Write a region's survivors again and release it; returns False when a write failed."""
-        store = self._store
-        for index, row in enumerate(plan.carry):
-            if not self._carry_one(lower, tier, row):
-                with store.lock:
-                    store.unhold(plan.carry[index + 1 :])
-                return False
-        with store.lock:
-            region = next((r for r in tier.regions() if r.number == plan.number), None)
-            if region is not None and region.live == 0:
-                tier.release(plan.number)
-                store.totals["regions_reclaimed"] += 1
-        return True
-
-    def _carry_one(self, lower: Lower, tier: RegionTier, row: int) -> bool:
-        """Move a held survivor: without a place it goes, when the write fails it stays."""
-        store, catalog = self._store, self._store.catalog
-        with store.lock:
-            nbytes, old = catalog.nbytes[row], catalog.locator[row]
-            item = Item(store.frame_id(row), old, nbytes, [aligned(nbytes)])
-        sound = lower.io.read([item])[0].status is Status.DONE
-        with store.lock:
-            locator = tier.reserve(nbytes) if sound else None
-            lower.carrying = 0 if locator is None else catalog.allocated[row]
-        written = locator is not None and (
-            lower.io.write([item._replace(locator=locator)])[0].status is Status.DONE
-        )
-        with store.lock:
-            allocated, lower.carrying = catalog.allocated[row], 0
-            store.unhold([row])
-            free = catalog.state[row] == READY and not catalog.holds[row]
-            if locator is not None and not (free and written):
-                tier.free(locator, allocated)
-            elif free and locator is not None:
-                tier.free(old, allocated)
-                catalog.resize(row, nbytes, allocated, locator)
-            elif free:
-                store.drop([row])
-        return written or locator is None
+        store.unhold([entry.row for entry in sources if not entry.move])
+        self._let_go([entry for entry in sources if entry.move])
 
     def _settle_flushes(self) -> None:
         store = self._store

@@ -44,7 +44,7 @@ def test_the_seeds_reach_every_tier_and_most_faults() -> None:
 def test_a_wrong_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were reads not verified, a torn write would be served."""
     monkeypatch.setattr("tierkv.wrap.check", lambda item: DONE)
-    monkeypatch.setattr("tierkv.stages.Stages._describe", lambda *_: DONE)
+    monkeypatch.setattr("tierkv.moves.Moves.describe", lambda *_: DONE)
     with pytest.raises(AssertionError) as caught:
         simulate_many()
     assert "simulation: seed" in caught.value.__notes__[0]

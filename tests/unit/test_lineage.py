@@ -6,6 +6,7 @@ import pytest
 
 from tests.frames import WHOLE, key_of
 from tierkv import lineage, planner
+from tierkv.allowance import Allowed
 from tierkv.catalog import Catalog, Unit
 from tierkv.codec import BY_NUMBER, INT4, INT8, KVTC, LOSSLESS, RAW, Profile
 from tierkv.plan import Kind, Move, drops
@@ -22,7 +23,8 @@ def catalog(
     """One placement of a profile in each tier of three."""
     made = Catalog(["host", "nvme", "redis"])
     made.part_number(WHOLE)
-    number = made.allowances.number({one.number: 0.1 for one in allowed if one.lossy})
+    made.encodes = True
+    number = made.allowances.number({one.number: Allowed(2, 0.1) for one in allowed if one.lossy})
     ends = ENDS if profile.levels == 4 else {}
     unit = Unit(key_of(1), 0, profile.number, 2, 0, 16_000, 4 * PAGE, 0, 0, 0, 0, number, **ends)
     for tier in 0, 1, 2:
@@ -68,6 +70,14 @@ def test_nothing_is_made_that_the_gate_does_not_allow() -> None:
         assert not made or old == new or not new.lossy
     assert lineage.makes(catalog(KVTC4, allowed=(KVTC16,)), 0, KVTC16.number)
     assert not lineage.makes(catalog(KVTC4, allowed=(KVTC16,)), 0, KVTC8.number)
+
+
+def test_nothing_is_encoded_where_nobody_can() -> None:
+    made = catalog(RAW)
+    made.encodes = False
+    assert lineage.makes(made, 0, RAW.number)
+    assert not lineage.makes(made, 0, INT8.number)
+    assert not lineage.makes(made, 0, LOSSLESS.number)
 
 
 def test_a_profile_nobody_knows_is_only_dropped() -> None:
@@ -150,7 +160,17 @@ def test_a_plan_takes_what_may_be_until_it_is_enough() -> None:
 def test_equal_allowances_have_one_number() -> None:
     made = Catalog(["host"])
     assert made.allowances.number({}) == 0
-    first = made.allowances.number({3: 0.1, 6: 0.2})
-    assert first == made.allowances.number({6: 0.2, 3: 0.1}) == 1
-    assert made.allowances.number({3: 0.1}) == 2
-    assert made.allowances[1] == {3: 0.1, 6: 0.2}
+    one, other = Allowed(2, 0.1), Allowed(1, 0.2)
+    first = made.allowances.number({3: one, 6: other})
+    assert first == made.allowances.number({6: other, 3: one}) == 1
+    assert made.allowances.number({3: one}) == 2
+    assert made.allowances[1] == {3: one, 6: other}
+
+
+def test_a_coarser_copy_promises_what_the_gate_measured_and_no_more_than_its_source() -> None:
+    made = catalog(KVTC4)
+    assert lineage.fidelity(made, 0, KVTC4.number) == 2
+    made.allowance[0] = made.allowances.number({KVTC8.number: Allowed(1, 0.1)})
+    assert lineage.fidelity(made, 0, KVTC8.number) == 1
+    made.allowance[0] = made.allowances.number({KVTC8.number: Allowed(3, 0.1)})
+    assert lineage.fidelity(made, 0, KVTC8.number) == 2

@@ -144,8 +144,9 @@ class Lru:
         return chosen
 
     def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
-        """Drop the oldest: what is worth keeping lower down was written there behind its put."""
-        del at_once
+        """Drop the oldest, and only when room is wanted: until then it may be asked for."""
+        if not at_once:
+            return []
         rows = self.victims(view, tier, need)
         if rows:
             row, name = rows[-1], view.tiers[tier]

@@ -5,7 +5,7 @@ progressive copy where it lies, encodes an exact one again on its way down, has 
 in each tier, and makes nothing that the gate does not allow for the block (`lineage`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -110,8 +110,8 @@ class Steps:
         number = view.allowance[row]
         mask = self._masks.get(number)
         if mask is None:
-            lossy: Mapping[int, float] = view.allowed(row)
-            mask = self._masks[number] = self._exact | sum(self._bit[one] for one in lossy)
+            lossy = sum(self._bit[one] for one in view.allowed(row))
+            mask = self._masks[number] = self._exact | lossy
         return mask
 
     def read(self, tier: int, current: int, step: int) -> tuple[Kind, int, int]:

@@ -85,6 +85,10 @@ class ModelTier(Medium):
             self._disk.pass_promise(record)
         record.freed, record.promised = True, False
 
+    def truncate(self, locator: int, nbytes: int, kept: int) -> None:
+        """Make a frame's end dead."""
+        self._regions.truncate(locator, nbytes, kept)
+
     def space(self) -> Space:
         """Return the accounting."""
         return self._regions.space()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from tierkv.allowance import Allowed
 from tierkv.catalog import Catalog, Unit
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates, Recompute
@@ -36,7 +37,7 @@ def rerun(path: Path) -> Rerun:
     different, first = 0, ""
     for number, event in enumerate(read_record(path)):
         if event.name == "open":
-            catalog = Catalog(event.arguments[0])
+            catalog = Catalog(*event.arguments)
         elif event.name == "policy":
             policy = make_policy(msgspec.convert(event.arguments[0], Opening))
         elif event.name in _ASKED:
@@ -94,7 +95,7 @@ def _change(catalog: Catalog, event: Event) -> None:
         case "part_number":
             catalog.part_number(Part.unpack(given[0]))
         case "allowance":
-            catalog.allowances.number(given[0])
+            catalog.allowances.number({one: Allowed(*new) for one, new in given[0].items()})
         case "begin":
             catalog.begin(given[0], [Unit(*values) for values in given[1]])
         case "begin_alike" | "adopt":
@@ -102,7 +103,7 @@ def _change(catalog: Catalog, event: Event) -> None:
             getattr(catalog, event.name)(*given[:3], columns)
         case "restate":
             catalog.restate(given[0], **given[1])
-        case "commit" | "abort" | "leave" | "gone" | "hold" | "unhold" | "resize":
+        case "commit" | "abort" | "leave" | "gone" | "hold" | "unhold" | "resize" | "let_encode":
             getattr(catalog, event.name)(*given)
         case _:
             raise invalid(f"event {event.name[:80]!r} is of another release")

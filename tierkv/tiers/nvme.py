@@ -164,6 +164,9 @@ class NvmeTier:
     def free(self, locator: int, nbytes: int) -> None:
         self._regions.free(locator, nbytes)
 
+    def truncate(self, locator: int, nbytes: int, kept: int) -> None:
+        self._regions.truncate(locator, nbytes, kept)
+
     def space(self) -> Space:
         return self._regions.space()
 

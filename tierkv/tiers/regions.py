@@ -135,6 +135,12 @@ class Regions:
                 state.cursor = start
                 state.rows -= 1
 
+    def truncate(self, locator: int, nbytes: int, kept: int) -> None:
+        """Make what lies behind the first `kept` bytes of a frame dead."""
+        size = rounded(nbytes) - rounded(kept)
+        if size > 0:
+            self.free(locator + rounded(kept), size)
+
     def touch(self, number: int, stop: int) -> None:
         """Note that the disk may hold anything up to a file offset of a region."""
         with self._lock:

@@ -1,0 +1,294 @@
+"""Moves on the real store: real codecs, a real log (past the page cache where it can), real Redis.
+
+A downgrade in place, a demotion as it is, as a prefix and encoded again, a promotion; every byte
+accounted for, and what a kill leaves at any step.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kvtc_rigs import PART, place_at
+from tests.move_rigs import IDENTITY, RAW_BYTES, Logs, MoveRig, Stored, class_of, gate_of, logs
+from tests.redis_server import RedisServer
+from tests.stores import PAGE, chain
+from tierkv import demotions, frame
+from tierkv.catalog import NONE
+from tierkv.codec import INT8, LOSSLESS, PROFILES
+from tierkv.fidelity import Fidelity
+from tierkv.plan import Kind
+from tierkv.tier import ALIGN, RAM
+from tierkv.tiers.redis import RedisSettings, RedisTier
+from tierkv_codecs import CODECS, Place
+from tierkv_codecs.encoder import BlockEncoder
+
+NVME, REDIS = 1, 2
+KEYS = chain(1, 2)
+LEVELS = {name: profile.levels for name, profile in PROFILES.items() if profile.levels}
+
+
+@pytest.fixture(autouse=True)
+def always_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the policy be asked at every tick."""
+    monkeypatch.setattr(demotions, "LOW_WATER", 1.0)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Logs]:
+    with logs(tmp_path / "log") as make:
+        yield make
+
+
+@pytest.fixture
+def redis(redis_server: RedisServer, tmp_path: Path) -> Iterator[RedisTier]:
+    url = f"unix://{redis_server.socket}"
+    tier = RedisTier(RedisSettings(url=url, prefix=tmp_path.name, timeout_s=30.0))
+    yield tier
+    tier.close()
+
+
+def paged(nbytes: int, granule: int = PAGE) -> int:
+    return -(-nbytes // granule) * granule
+
+
+def used(rig: MoveRig, tier: int) -> int:
+    """Return the bytes that placements take, by the tier itself."""
+    space = rig.host.space() if tier == RAM else rig.lower[tier - 1].space()
+    return space.capacity - space.free - space.dead
+
+
+def cut_bytes(stored: Stored, levels: int) -> int:
+    return frame.header_bytes(4) + sum(stored.segments[:levels])
+
+
+def is_prefix(rig: MoveRig, stored: list[Stored], levels: int) -> None:
+    """Assert that readers get exactly what the first segments decode to."""
+    found = rig.get_blocks(KEYS)
+    assert len(found) == len(stored)
+    for (header, block), one in zip(found, stored, strict=True):
+        assert [length for length in header.segments if length] == list(one.segments[:levels])
+        assert header.flags & frame.LOSSY
+        assert header.fidelity == (Fidelity.SAFE if levels == 1 else Fidelity.NEAR_LOSSLESS)
+        assert torch.equal(block, rig.prefix_of(one, levels))
+    assert len(rig.get_blocks(KEYS, Fidelity.NEAR_LOSSLESS)) == (0 if levels == 1 else len(stored))
+    assert rig.get_blocks(KEYS, Fidelity.EXACT) == []
+
+
+@pytest.mark.parametrize("name", ["kvtc@8x", "kvtc@16x", "kvtc@32x"])
+def test_a_downgrade_in_ram_frees_the_tail_and_leaves_a_whole_frame(
+    opened: Logs, name: str
+) -> None:
+    rig = MoveRig([opened()], write_behind_bytes=1 << 30)
+    stored = rig.put_blocks(KEYS, "kvtc@4x")
+    assert used(rig, RAM) == sum(paged(cut_bytes(one, 4)) for one in stored)
+    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, name)
+    rig.store.tick()
+    sizes = [cut_bytes(one, LEVELS[name]) for one in stored]
+    assert used(rig, RAM) == sum(map(paged, sizes))
+    assert rig.count("downgraded") == 2
+    is_prefix(rig, stored, LEVELS[name])
+    rig.inline.drain()  # what is written behind is what is left
+    rows = [rig.row(key, NVME) for key in KEYS]
+    assert [rig.catalog.nbytes[row] for row in rows] == sizes
+    assert {rig.catalog.profile[row] for row in rows} == {PROFILES[name].number}
+    assert used(rig, NVME) == sum(paged(size, ALIGN) for size in sizes)
+    again = MoveRig([opened()])
+    is_prefix(again, stored, LEVELS[name])
+    again.sound()
+
+
+def test_a_put_that_waits_for_room_gets_it_from_downgrades(opened: Logs) -> None:
+    rig = MoveRig([opened()], pages=20)
+    stored = rig.put_blocks(KEYS, "kvtc@4x")
+    free = rig.host.space().free
+    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, "kvtc@32x")
+    others = chain(2, 2)
+    assert free < 2 * paged(RAW_BYTES + 256) <= free + 2 * PAGE
+    rig.put_blocks(others, "raw")
+    is_prefix(rig, stored, 1)
+    assert len(rig.get_blocks(others)) == 2
+    assert rig.count("downgraded") == 2
+    rig.idle()
+
+
+@pytest.mark.parametrize("tier", [NVME, REDIS])
+@pytest.mark.parametrize("name", ["kvtc@4x", "kvtc@16x", "kvtc@32x"])
+def test_a_demotion_copies_a_prefix_and_a_promotion_brings_it_back(
+    opened: Logs, redis: RedisTier, tier: int, name: str
+) -> None:
+    rig = MoveRig([opened(), redis])
+    stored = rig.put_blocks(KEYS, "kvtc@4x")
+    rig.order(Kind.DEMOTE, KEYS, tier, RAM, name)
+    rig.store.tick()
+    assert used(rig, RAM)
+    assert rig.store._moves.going == used(rig, RAM)
+    rig.inline.drain()
+    sizes = [cut_bytes(one, LEVELS[name]) for one in stored]
+    granule = rig.lower[tier - 1].granule
+    assert used(rig, RAM) == rig.store._moves.going == 0
+    assert used(rig, tier) == sum(paged(size, granule) for size in sizes)
+    assert rig.count("demoted") == 2
+    is_prefix(rig, stored, LEVELS[name])
+    assert used(rig, RAM) == sum(map(paged, sizes))
+    assert rig.count("promoted") == 2
+    assert rig.store._store.totals["promoted_bytes"] == sum(sizes)
+    assert {rig.catalog.profile[rig.row(key, RAM)] for key in KEYS} == {PROFILES[name].number}
+    rig.idle()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("raw", "int8"), ("raw", "int4"), ("raw", "lossless"), ("lossless", "int8")],
+)
+def test_an_exact_copy_is_demoted_encoded_again(
+    opened: Logs, redis: RedisTier, source: str, name: str
+) -> None:
+    rig = MoveRig([opened(), redis])
+    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    stored = rig.put_blocks(KEYS, source)
+    rig.order(Kind.DEMOTE, KEYS[:1], NVME, RAM, name)
+    rig.order(Kind.DEMOTE, KEYS[1:], REDIS, RAM, name)
+    rig.store.tick()
+    rig.inline.drain()
+    assert used(rig, RAM) == rig.store._moves.going == 0
+    sizes = [rig.catalog.nbytes[rig.row(key, tier)] for key, tier in zip(KEYS, (1, 2), strict=True)]
+    assert (used(rig, NVME), used(rig, REDIS)) == (paged(sizes[0], ALIGN), sizes[1])
+    found = rig.get_blocks(KEYS)
+    codec = CODECS.named(name)
+    for (header, block), one, size in zip(found, stored, sizes, strict=True):
+        assert header.codec_id == PROFILES[name].codec_id
+        assert header.fidelity == class_of(name)
+        assert bool(header.flags & frame.LOSSY) == PROFILES[name].lossy
+        assert header.frame_bytes == size < RAW_BYTES
+        out = torch.empty(codec.bound(RAW_BYTES), dtype=torch.uint8)
+        assert sum(codec.encode(one.block, out, place_of(header))) == header.payload_bytes
+        expected = rig.decoded(header, out[: header.payload_bytes].numpy().tobytes())
+        assert torch.equal(block, expected)
+        assert torch.equal(block, one.block) != PROFILES[name].lossy
+    assert rig.count("promoted") == 2
+    again = MoveRig([opened()])
+    assert [header.codec_id for header, _ in again.get_blocks(KEYS[:1])] == [
+        PROFILES[name].codec_id
+    ]
+    rig.idle()
+
+
+def place_of(header: frame.Header) -> Place:
+    return place_at(header.position)
+
+
+def test_a_log_forgets_the_tail_of_a_frame_and_reads_the_rest(opened: Logs) -> None:
+    rig = MoveRig([opened()], write_behind_bytes=1 << 30)
+    stored = rig.put_blocks(KEYS, "kvtc@4x")
+    rig.inline.drain()
+    rig.store._store.drop([rig.row(key, RAM) for key in KEYS])
+    before = rig.lower[0].space()
+    rig.order(Kind.DOWNGRADE, KEYS, NVME, NVME, "kvtc@32x")
+    rig.store._moves.relieve(NVME, 1 << 30)
+    sizes = [cut_bytes(one, 1) for one in stored]
+    after = rig.lower[0].space()
+    lost = sum(paged(cut_bytes(one, 4), ALIGN) - paged(cut_bytes(one, 1), ALIGN) for one in stored)
+    assert (after.free, after.dead) == (before.free, before.dead + lost)
+    assert used(rig, NVME) == sum(paged(size, ALIGN) for size in sizes)
+    rig.sound()
+    is_prefix(rig, stored, 1)
+    assert used(rig, RAM) == sum(map(paged, sizes))
+    whole = MoveRig([opened()])  # the disk was left as it is
+    is_prefix(whole, stored, 4)
+    rig.idle()
+
+
+def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
+    rig = MoveRig([opened()], gate=gate_of("kvtc@4x", "kvtc@16x"))
+    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    stored = rig.put_blocks(KEYS, "kvtc@4x")
+    raws = chain(2, 1)
+    rig.put_blocks(raws, "raw")
+    before = used(rig, RAM)
+    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, "kvtc@8x")
+    rig.order(Kind.DEMOTE, raws, NVME, RAM, "int8")
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
+    rig.store.tick()
+    rig.inline.drain()
+    assert rig.count("moves_refused") == 5
+    assert (used(rig, RAM), used(rig, NVME)) == (before, 0)
+    is_prefix(rig, stored, 4)
+    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, "kvtc@16x")
+    rig.store.tick()
+    is_prefix(rig, stored, 2)
+
+
+def test_blocks_of_exact_readers_are_never_made_worse(opened: Logs) -> None:
+    rig = MoveRig([opened()])
+    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    (stored, *_) = rig.put_blocks(KEYS, "raw", Fidelity.EXACT)
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
+    rig.store.tick()
+    rig.inline.drain()
+    assert rig.count("moves_refused") == 2
+    assert all(rig.row(key, NVME) == NONE for key in KEYS)
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "lossless")
+    rig.store.tick()
+    rig.inline.drain()
+    ((header, block), _) = rig.get_blocks(KEYS, Fidelity.EXACT)
+    assert header.codec_id == LOSSLESS.codec_id
+    assert torch.equal(block, stored.block)
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["unknown model", "no encoder"])
+def test_what_cannot_be_encoded_stays_in_ram(opened: Logs, knows: bool) -> None:
+    rig = MoveRig([opened()])
+    if knows:
+        rig.store.encode_with(BlockEncoder({}))
+    rig.put_blocks(KEYS, "raw")
+    before = used(rig, RAM)
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
+    rig.store.tick()
+    rig.inline.drain()
+    assert rig.count("encode_refused" if knows else "moves_refused") == 2
+    assert (used(rig, RAM), used(rig, NVME), rig.store._moves.going) == (before, 0, 0)
+    assert len(rig.get_blocks(KEYS)) == 2
+    rig.idle()
+
+
+def test_a_clear_in_the_middle_of_a_demotion_wins(opened: Logs) -> None:
+    rig = MoveRig([opened()])
+    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    rig.put_blocks(KEYS, "raw")
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
+    rig.store.tick()
+    rig.clear()
+    rig.inline.drain()
+    assert rig.get_blocks(KEYS) == []
+    assert (used(rig, RAM), used(rig, NVME), rig.store._moves.going) == (0, 0, 0)
+    rig.idle()
+
+
+def test_a_kill_in_the_middle_of_moves_loses_nothing_durable(opened: Logs) -> None:
+    step, running = 0, True
+    while running:
+        rig = MoveRig([opened()], write_behind_bytes=1 << 30)
+        keys, safe = chain(10 + step, 2), chain(50 + step, 2)
+        rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+        rig.put_blocks(safe, "kvtc@4x")
+        assert rig.flush(safe, parts=(PART,)) == b"\1\1"
+        rig.put_blocks(keys, "raw")
+        rig.inline.jobs.clear()
+        rig.store._write_behind.queues[0].running = False
+        rig.store._write_behind.clear()
+        rig.order(Kind.DEMOTE, keys, NVME, RAM, "int8")
+        rig.order(Kind.DEMOTE, safe, NVME, RAM, "kvtc@32x")
+        rig.order(Kind.DOWNGRADE, safe, NVME, NVME, "kvtc@16x")
+        rig.store._moves.relieve(NVME, 1 << 30)
+        rig.store.tick()
+        for _ in range(step):
+            running = rig.inline.step()
+        again = MoveRig([opened()])  # the first one's memory is gone with it
+        found = again.get_blocks(safe)
+        assert [len([n for n in header.segments if n]) for header, _ in found] == [4, 4]
+        assert {header.codec_id for header, _ in again.get_blocks(keys)} <= {INT8.codec_id}
+        again.idle()
+        step += 1
+    assert step > 4
