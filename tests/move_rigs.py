@@ -20,7 +20,7 @@ from tierkv.gate import Gate
 from tierkv.identity import Identity
 from tierkv.plan import Kind, Move
 from tierkv.policies.lru import Lru
-from tierkv.tier import DurableTier
+from tierkv.tier import RAM, DurableTier
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 from tierkv_codecs import CODECS, Codec, CodecRegistry
 from tierkv_codecs.kvtc import codecs_of
@@ -67,7 +67,7 @@ EVERY = gate_of("kvtc@4x", "kvtc@8x", "kvtc@16x", "kvtc@32x", "int8", "int4")
 
 
 class Commanded(Lru):
-    """Asks for the Moves it was told, each once; drops the oldest when it knows nothing else."""
+    """Asks for the Moves it was told, each once; drops the oldest when it was told of none."""
 
     def __init__(self, tiers: int) -> None:
         super().__init__(tiers)
@@ -81,7 +81,7 @@ class Commanded(Lru):
             if view.tier[move.row] == tier and (move.kind in quick or not at_once)
         ]
         self.orders = [move for move in self.orders if move not in mine]
-        return [*mine, *super().reclaim(view, tier, need, at_once=at_once)]
+        return mine or super().reclaim(view, tier, need, at_once=at_once)
 
 
 class Stored(NamedTuple):
@@ -182,6 +182,16 @@ class MoveRig(Rig):
         """Let the policy ask for Moves when it is asked next."""
         number = PROFILES[name].number if name else 0
         self.commanded.orders += [Move(kind, self.row(key, source), tier, number) for key in keys]
+
+    def relieve(self) -> None:
+        """Let the policy ask for demotions."""
+        self.clock.now += 0.1
+        self.store.tick()
+
+    def downgrade(self, keys: Sequence[bytes], name: str) -> None:
+        """Cut copies in RAM short at once."""
+        self.order(Kind.DOWNGRADE, keys, RAM, RAM, name)
+        self.store._moves.make_room(1 << 40)
 
     def count(self, name: str) -> int:
         return self.store._store.counters[name]

@@ -1,9 +1,10 @@
 """Demotions: copies that leave RAM for a lower tier before somebody waits for their room.
 
-When free RAM falls below the low water, the policy is asked for Moves. What it drops or cuts short
-is done at once; a demotion goes to the write-behind queue as it is or as a prefix, or is encoded
-again on the `encode` lane first. The copy in RAM is held until the one below can be read, so a kill
-at any time loses nothing that was durable.
+When free RAM falls below the low water, the policy is asked for Moves, and its demotions are begun:
+what it drops or cuts short takes no I/O and can wait until the room is wanted. A demotion goes to
+the write-behind queue as it is or as a prefix, or is encoded again on the `encode` lane first. The
+copy in RAM is held until the one below can be read, so a kill at any time loses nothing that was
+durable.
 """
 
 from functools import partial
@@ -23,6 +24,8 @@ from tierkv.write_behind import WriteBehind
 
 LOW_WATER = 1 / 32
 """Share of RAM that is made free ahead of puts, by a policy that would."""
+ASK_S = 0.05
+"""The policy is not asked more often: a search takes a millisecond."""
 LANE = "encode"
 
 
@@ -37,16 +40,18 @@ class Demotions:
         self._moves = moves
         self._write_behind = write_behind
         self.encoder: Encoder | None = None
+        self._asked = float("-inf")
 
     def relieve(self) -> None:
-        """Let the policy make room up to the low water, what is under way included."""
-        space = self._store.host.space()
+        """Begin the demotions that the policy asks for up to the low water."""
+        space, now = self._store.host.space(), self._store.clock()
         need = int(space.capacity * LOW_WATER) - space.free - self._moves.going
+        if need <= 0 or now - self._asked < ASK_S:
+            return
+        self._asked = now
         for move in self._moves.plan(RAM, need, at_once=False):
             if move.kind is Kind.DEMOTE:
                 self.demote(move)
-            else:
-                self._moves.at_once([move])
 
     def demote(self, move: Move) -> None:
         """Start a lawful demotion."""

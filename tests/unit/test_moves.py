@@ -31,7 +31,7 @@ LEVELS = {name: profile.levels for name, profile in PROFILES.items() if profile.
 
 @pytest.fixture(autouse=True)
 def always_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the policy be asked at every tick."""
+    """Let the policy be asked for demotions at every tick."""
     monkeypatch.setattr(demotions, "LOW_WATER", 1.0)
 
 
@@ -83,8 +83,7 @@ def test_a_downgrade_in_ram_frees_the_tail_and_leaves_a_whole_frame(
     rig = MoveRig([opened()], write_behind_bytes=1 << 30)
     stored = rig.put_blocks(KEYS, "kvtc@4x")
     assert used(rig, RAM) == sum(paged(cut_bytes(one, 4)) for one in stored)
-    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, name)
-    rig.store.tick()
+    rig.downgrade(KEYS, name)
     sizes = [cut_bytes(one, LEVELS[name]) for one in stored]
     assert used(rig, RAM) == sum(map(paged, sizes))
     assert rig.count("downgraded") == 2
@@ -121,7 +120,7 @@ def test_a_demotion_copies_a_prefix_and_a_promotion_brings_it_back(
     rig = MoveRig([opened(), redis])
     stored = rig.put_blocks(KEYS, "kvtc@4x")
     rig.order(Kind.DEMOTE, KEYS, tier, RAM, name)
-    rig.store.tick()
+    rig.relieve()
     assert used(rig, RAM)
     assert rig.store._moves.going == used(rig, RAM)
     rig.inline.drain()
@@ -150,7 +149,7 @@ def test_an_exact_copy_is_demoted_encoded_again(
     stored = rig.put_blocks(KEYS, source)
     rig.order(Kind.DEMOTE, KEYS[:1], NVME, RAM, name)
     rig.order(Kind.DEMOTE, KEYS[1:], REDIS, RAM, name)
-    rig.store.tick()
+    rig.relieve()
     rig.inline.drain()
     assert used(rig, RAM) == rig.store._moves.going == 0
     sizes = [rig.catalog.nbytes[rig.row(key, tier)] for key, tier in zip(KEYS, (1, 2), strict=True)]
@@ -207,16 +206,15 @@ def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
     raws = chain(2, 1)
     rig.put_blocks(raws, "raw")
     before = used(rig, RAM)
-    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, "kvtc@8x")
+    rig.downgrade(KEYS, "kvtc@8x")
     rig.order(Kind.DEMOTE, raws, NVME, RAM, "int8")
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.store.tick()
+    rig.relieve()
     rig.inline.drain()
     assert rig.count("moves_refused") == 5
     assert (used(rig, RAM), used(rig, NVME)) == (before, 0)
     is_prefix(rig, stored, 4)
-    rig.order(Kind.DOWNGRADE, KEYS, RAM, RAM, "kvtc@16x")
-    rig.store.tick()
+    rig.downgrade(KEYS, "kvtc@16x")
     is_prefix(rig, stored, 2)
 
 
@@ -225,12 +223,12 @@ def test_blocks_of_exact_readers_are_never_made_worse(opened: Logs) -> None:
     rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
     (stored, *_) = rig.put_blocks(KEYS, "raw", Fidelity.EXACT)
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.store.tick()
+    rig.relieve()
     rig.inline.drain()
     assert rig.count("moves_refused") == 2
     assert all(rig.row(key, NVME) == NONE for key in KEYS)
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "lossless")
-    rig.store.tick()
+    rig.relieve()
     rig.inline.drain()
     ((header, block), _) = rig.get_blocks(KEYS, Fidelity.EXACT)
     assert header.codec_id == LOSSLESS.codec_id
@@ -245,7 +243,7 @@ def test_what_cannot_be_encoded_stays_in_ram(opened: Logs, knows: bool) -> None:
     rig.put_blocks(KEYS, "raw")
     before = used(rig, RAM)
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.store.tick()
+    rig.relieve()
     rig.inline.drain()
     assert rig.count("encode_refused" if knows else "moves_refused") == 2
     assert (used(rig, RAM), used(rig, NVME), rig.store._moves.going) == (before, 0, 0)
@@ -258,7 +256,7 @@ def test_a_clear_in_the_middle_of_a_demotion_wins(opened: Logs) -> None:
     rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
     rig.put_blocks(KEYS, "raw")
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.store.tick()
+    rig.relieve()
     rig.clear()
     rig.inline.drain()
     assert rig.get_blocks(KEYS) == []
@@ -282,7 +280,7 @@ def test_a_kill_in_the_middle_of_moves_loses_nothing_durable(opened: Logs) -> No
         rig.order(Kind.DEMOTE, safe, NVME, RAM, "kvtc@32x")
         rig.order(Kind.DOWNGRADE, safe, NVME, NVME, "kvtc@16x")
         rig.store._moves.relieve(NVME, 1 << 30)
-        rig.store.tick()
+        rig.relieve()
         for _ in range(step):
             running = rig.inline.step()
         again = MoveRig([opened()])  # the first one's memory is gone with it

@@ -246,6 +246,8 @@ class Joint:
         kinds = {Kind.DROP, Kind.DOWNGRADE} | (set() if at_once else {Kind.DEMOTE})
         search = self._search(view, tier, need)
         search.run(lambda rows, inside: self._judge(view, tier, rows, inside, kinds))
+        if tier == RAM and not at_once:  # the others wait until the room is wanted
+            return [move for move in search.moves if move.kind is Kind.DEMOTE]
         self._pressed[tier] = self._uses
         drop = next((move for move in search.moves if move.kind is Kind.DROP), None)
         if drop is not None:
