@@ -7,7 +7,7 @@ after every step; when all let go, nothing is held.
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -65,9 +65,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.calm = 0
         """Steps since the last upheaval: those are kept rare, or nothing would ever be there."""
 
+    put_fields: ClassVar[dict[str, Any]] = {}
+    """What puts say beside what their rule says."""
+
     @initialize()
     def start(self) -> None:
-        self.rig = Rig(PAGES, [self.open_tier()])
+        self.rig = self.open_rig()
+
+    def open_rig(self, **fields: Any) -> Rig:
+        return Rig(PAGES, [self.open_tier()], **fields)
 
     def open_tier(self) -> DurableTier:
         tier = MemoryTier(self.medium)
@@ -92,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         derived = fidelity < Fidelity.EXACT  # what is not derived is exact
         fields: dict[str, Any] = {
             "parts": parts, "fidelity": fidelity, "raw": raw, "derived": derived,
-        }  # fmt: skip
+        } | self.put_fields  # fmt: skip
         held = self.rig.offer(
             keys, owner=owner, namespace=space, start=min(start, blocks), **fields
         )
@@ -115,7 +121,10 @@ class StoreMachine(RuleBasedStateMachine):
         current = put.generation == self.model.generation(put.namespace)
         assert visible == (min(give_up, len(written)) if current else 0)
         for unit, data in zip(put.units[:visible], written, strict=False):
-            self.model.add(put.namespace, unit, (put.fidelity, data))
+            self.committed(put.namespace, unit, put.fidelity, data)
+
+    def committed(self, space: str, unit: Unit, fidelity: int, data: bytes) -> None:
+        self.model.add(space, unit, (fidelity, data))
 
     @precondition(lambda self: self.puts)
     @rule(pick=PICKS)
@@ -344,7 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.crash()
         self.puts, self.matches, self.transfers = [], [], []
         self.flushes, self.clears, self.fault = [], [], ""
-        self.rig = Rig(PAGES, [self.open_tier()], clock=self.rig.clock)
+        self.rig = self.open_rig(clock=self.rig.clock)
         for space, (key, part) in self.model.durable:
             unit = Part.unpack(part)
             reply = self.rig.match([key], parts=(unit,), namespace=space, fidelity=1)

@@ -1,0 +1,154 @@
+"""The store machine with Moves: copies are cut, sent down and encoded again at any time between.
+
+What is served is then what was put, or what a lawful Move makes of it, at the class that it has.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import Any, ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from tests.property.store_model import Unit
+from tests.property.test_store_machine import (
+    LENGTHS,
+    PAGES,
+    PICKS,
+    SESSIONS,
+    SPACES,
+    NvmeMachine,
+    StoreMachine,
+    unit_of,
+)
+from tests.stores import ONE, PAGE, Rig, chain, fill, pattern
+from tests.unit.test_gate import domain, entry
+from tierkv import frame, lineage
+from tierkv.catalog import READY
+from tierkv.client import Written
+from tierkv.codec import BY_NUMBER, KVTC, Profile
+from tierkv.fidelity import Fidelity
+from tierkv.gate import Gate
+from tierkv.plan import Kind, Move
+
+FAMILY = hashlib.sha256(b"machine").digest()
+ARTIFACT = hashlib.sha256(b"artifact").digest()
+CLASSES = {
+    "kvtc@4x": Fidelity.NEAR_LOSSLESS, "kvtc@8x": Fidelity.NEAR_LOSSLESS,
+    "kvtc@16x": Fidelity.SAFE, "kvtc@32x": Fidelity.SAFE, "int8": Fidelity.SAFE,
+}  # fmt: skip
+GATE = Gate(
+    entries=tuple(
+        entry(
+            domain(kl_hi=0.005 if fidelity is Fidelity.SAFE else 0.0006),
+            profile=name, family=FAMILY.hex(), context=1 << 20,
+            artifact=ARTIFACT.hex() if name.startswith("kvtc") else "",
+        )
+        for name, fidelity in CLASSES.items()
+    )
+)  # fmt: skip
+CUTS = st.sampled_from([(700, 5000, PAGE, PAGE), (PAGE, 10, 10, 10), (10, PAGE, PAGE, 10)])
+
+
+class Halves:
+    """Keeps half of what it gets, whatever the profile."""
+
+    def encode(
+        self,
+        header: frame.Header,
+        payload: Sequence[memoryview],
+        profile: Profile,
+        out: memoryview,
+    ) -> int:
+        data = b"".join(payload)
+        out[: len(data) // 2] = data[: len(data) // 2]
+        return len(data) // 2
+
+
+class MovesMachine(StoreMachine):
+    """Blocks of a progressive codec, exact ones that may be encoded again, and Moves."""
+
+    put_fields: ClassVar[dict[str, Any]] = {"family": FAMILY}
+
+    def open_rig(self, **fields: Any) -> Rig:
+        rig = Rig(PAGES, [self.open_tier()], gate=GATE, **fields)
+        rig.store.encode_with(Halves())
+        return rig
+
+    def committed(self, space: str, unit: Unit, fidelity: int, data: bytes) -> None:
+        super().committed(space, unit, fidelity, data)
+        if fidelity < Fidelity.EXACT:
+            self.model.add(space, unit, (min(fidelity, CLASSES["int8"]), data[: len(data) // 2]))
+
+    @rule(space=SPACES, session=SESSIONS, blocks=LENGTHS, cuts=CUTS)
+    def put_progressive(self, space: str, session: int, blocks: int, cuts: tuple[int, ...]) -> None:
+        keys = chain(session, blocks)
+        held = self.rig.offer(
+            keys, namespace=space, fidelity=2, raw=3 * PAGE, profiles=("kvtc@4x",),
+            artifacts=(ARTIFACT,), family=FAMILY,
+        )  # fmt: skip
+        if held is None:
+            return
+        units = [unit_of(keys, ONE, unit) for unit in held.units]
+        written = []
+        for index, (key, part) in enumerate(units):
+            text = b"%d" % next(self.model.serial)
+            written.append(pattern(text + key + part, sum(cuts) + 32)[: sum(cuts)])
+            fill(held.payload(index), written[-1])
+        assert held.commit_written([Written(KVTC[0].number, cuts)] * len(units)) == len(units)
+        for unit, data in zip(units, written, strict=True):
+            for profile, end in zip(KVTC[::-1], accumulate(cuts), strict=True):
+                self.model.add(space, unit, (CLASSES[profile.name], data[:end]))
+        self.written.append((space, session, blocks, ONE, 2))
+
+    @rule(pick=PICKS, which=PICKS)
+    def move(self, pick: int, which: int) -> None:
+        """Carry out any lawful Move of any placement but the loss of what is durable."""
+        store, catalog = self.rig.store._store, self.rig.store._store.catalog
+        rows = [row for row, state in enumerate(catalog.state) if state == READY]
+        if not rows:
+            return
+        row = rows[pick % len(rows)]
+        kinds = (Kind.DROP, Kind.DOWNGRADE, Kind.DEMOTE)
+        moves = [
+            move
+            for move in (Move(*one) for one in product(kinds, (row,), (0, 1), BY_NUMBER))
+            if lineage.lawful(catalog, move)
+            and not (move.kind is Kind.DROP and (catalog.tier[row] or move.profile != 1))
+        ]
+        if not moves:
+            return
+        move = moves[which % len(moves)]
+        with store.lock:
+            freed = lineage.freed(catalog, move, PAGE if move.tier == 0 else 4096)
+            held, before = catalog.holds[row], self.rig.host.space().free
+            if move.kind is Kind.DEMOTE:
+                self.rig.store._demotions.demote(move)
+            else:
+                self.rig.store._moves.at_once([move])
+            after = self.rig.host.space().free
+        if catalog.tier[row] == 0 and move.kind is not Kind.DEMOTE and not held:
+            assert after - before == freed
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "rig"):
+            assert self.rig.store._moves.going == 0
+
+
+class MovesOnNvme(MovesMachine, NvmeMachine):
+    """Where copies below are cut in place too."""
+
+
+def test_moves_at_any_time_over_a_dict() -> None:
+    run_state_machine_as_test(
+        MovesMachine, settings=settings(max_examples=60, stateful_step_count=40)
+    )
+
+
+def test_moves_at_any_time_over_nvme() -> None:
+    run_state_machine_as_test(
+        MovesOnNvme, settings=settings(max_examples=25, stateful_step_count=40)
+    )
