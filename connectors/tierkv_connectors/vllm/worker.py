@@ -244,6 +244,7 @@ class Worker(Reports):
             )
             reservation = self._client.put(save.hints.on(call))
             if reservation is None:
+                saving.need(number, set())
                 continue
             try:
                 self._out.after(saving.mark)
