@@ -3,7 +3,6 @@
 Every arrangement of an engine; both shares lie in the same tensors, under block ids of their own.
 """
 
-
 import pytest
 import torch
 
