@@ -40,6 +40,8 @@ class PutPlan:
     units: list[int]
     known: int
     refused: int
+    """Missing units that are not written; `declined` counts those of them that no policy wants."""
+    declined: int
     profile: Profile
     moves: list[Move]
     """What makes room in RAM, at once."""

@@ -103,6 +103,7 @@ def plan_put(
         units=wanted[:fit],
         known=len(known) - len(missing),
         refused=len(missing) - fit,
+        declined=len(missing) - len(wanted),
         profile=profile,
         moves=reclaim.moves if fit else [],
     )

@@ -92,7 +92,8 @@ class Puts:
         plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
         store.totals["known_units"] += plan_known
-        store.counters["put_refused_full"] += plan.refused
+        store.counters["put_refused_full"] += plan.refused - plan.declined
+        store.counters["put_declined"] += plan.declined
         if not plan.units:
             store.unhold(before)
             if plan.refused:  # a copy that made way for one that then found no room is gone

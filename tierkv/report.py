@@ -53,7 +53,7 @@ def report(
         miss_blocks=store.totals["miss_blocks"],
         put_blocks=store.totals["put_units"],
         known_blocks=store.totals["known_units"],
-        refused_blocks=store.counters["put_refused_full"],
+        refused_blocks=store.counters["put_refused_full"] + store.counters["put_declined"],
         served_bytes=store.totals["served_bytes"],
         stored_bytes=store.totals["stored_bytes"],
         saved_s=store.seconds["saved"],

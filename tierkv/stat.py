@@ -126,6 +126,7 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COUNTERS: dict[str, str] = {
+    "put_declined": "Blocks not stored: the policy expects to save less than they would cost.",
     "put_refused_full": "Blocks not stored: RAM had no room that could be made without I/O.",
     "put_refused_gap": "Blocks not stored: those before them are gone, so nobody could find them.",
     "put_refused_gate": "Blocks not stored: no profile that the client can encode is allowed.",

@@ -175,8 +175,8 @@ def evaluate(  # noqa: PLR0913 -- one for each option
     ] = 1024,
     tail: Annotated[
         int,
-        typer.Option("--tail", help="Last tokens of the prefix that stay exact; a store keeps 0."),
-    ] = 128,
+        typer.Option("--tail", help="Last tokens of the prefix to keep exact, as papers do: 128."),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure what lossy profiles do to a model's answers, and write the gate that allows them."""

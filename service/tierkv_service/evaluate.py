@@ -26,7 +26,6 @@ from tierkv_codecs.lab import fallbacks, report, results
 from tierkv_codecs.lab.evaluate import SUITES, Results, Step, Suite, evaluate
 from tierkv_codecs.lab.report import GATE, Report
 from tierkv_codecs.lab.results import Pair, Row, Verdicts
-from tierkv_codecs.lab.roundtrip import TAIL
 from tierkv_codecs.lab.texts import Document, digest, evaluation_texts
 from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
@@ -56,7 +55,7 @@ class Order(NamedTuple):
     kv_dtype: str = "bf16"
     tokens_per_block: int = 128
     context: int = 1024
-    tail: int = TAIL
+    tail: int = 0
 
 
 def run(order: Order, *, as_json: bool) -> int:

@@ -192,7 +192,7 @@ def test_a_model_of_sliding_windows_is_gated_and_kvtc_says_why_not(tmp_path: Pat
         (("--kv-dtype", "int3"), "use one of bf16"),
         (("--tokens-per-block", "100"), "no multiple of 100"),
         (
-            ("--context", "128"),
+            ("--context", "128", "--tail", "128"),
             "before its exact tail of 128",
         ),
         (("--tail", "-1"), "exact tail of -1"),

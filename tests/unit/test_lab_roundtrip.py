@@ -8,11 +8,11 @@ import torch
 from tierkv.errors import TierKVError
 from tierkv.identity import Identity, LayerSpec, Rope
 from tierkv_codecs import CODECS, SINKS, CodecRegistry, Lossless, Place, Unsuited
-from tierkv_codecs.lab.roundtrip import TAIL, Cutter, Weight, changed
+from tierkv_codecs.lab.roundtrip import Cutter, Weight, changed
 from tierkv_codecs.lab.subject import LayerKv
 from tierkv_codecs.lab.yardsticks import YARDSTICKS, Int4Token, Nvfp4, registry_with
 
-BLOCK, CONTEXT, HEADS, DIM = 64, 320, 2, 64
+BLOCK, CONTEXT, TAIL, HEADS, DIM = 64, 320, 128, 2, 64
 HEADER = 256
 
 
@@ -50,7 +50,7 @@ class Picky(Int4Token):
 def test_exact_codecs_give_back_what_the_engine_held(
     kv_dtype: str, windows: tuple[int | None, ...]
 ) -> None:
-    cutter = Cutter(identity(kv_dtype, windows), CONTEXT)
+    cutter = Cutter(identity(kv_dtype, windows), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     for name in ("raw", "lossless"):
         weight = Weight()
@@ -62,7 +62,7 @@ def test_exact_codecs_give_back_what_the_engine_held(
 
 @pytest.mark.parametrize("codec", YARDSTICKS, ids=lambda codec: codec.name)
 def test_sinks_and_tail_are_exact_and_the_rest_is_not(codec: Int4Token | Nvfp4) -> None:
-    cutter = Cutter(identity(), CONTEXT)
+    cutter = Cutter(identity(), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     restored = cutter.through(kv, codec, registry_with(CODECS), Weight())
     coded = cutter.coded()
@@ -76,7 +76,7 @@ def test_sinks_and_tail_are_exact_and_the_rest_is_not(codec: Int4Token | Nvfp4) 
 
 
 def test_without_a_tail_all_but_the_sinks_is_coded() -> None:
-    cutter = Cutter(identity(), CONTEXT, tail=0)
+    cutter = Cutter(identity(), CONTEXT)
     kv, weight = cutter.rounded(random_kv()), Weight()
     restored = cutter.through(kv, Nvfp4(), registry_with(CODECS), weight)
     assert (cutter.coded().stop, weight.blocks) == (CONTEXT, 2 * CONTEXT // BLOCK)
@@ -84,7 +84,7 @@ def test_without_a_tail_all_but_the_sinks_is_coded() -> None:
 
 
 def test_errors_of_the_yardsticks_are_those_of_their_formats() -> None:
-    cutter = Cutter(identity("fp32"), CONTEXT)
+    cutter = Cutter(identity("fp32"), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     coded = cutter.coded()
     found = cutter.through(kv, Int4Token(), registry_with(CODECS), Weight())
@@ -103,7 +103,7 @@ def test_errors_of_the_yardsticks_are_those_of_their_formats() -> None:
 
 
 def test_ratios_count_everything_that_is_kept() -> None:
-    cutter = Cutter(identity(), CONTEXT)
+    cutter = Cutter(identity(), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     weight = Weight()
     cutter.through(kv, Int4Token(), registry_with(CODECS), weight)
@@ -122,14 +122,14 @@ def test_ratios_count_everything_that_is_kept() -> None:
 def test_ratios_count_against_16_bit_whatever_the_engine_holds() -> None:
     half, full = Weight(), Weight()
     for kv_dtype, weight in (("fp16", half), ("fp32", full)):
-        cutter = Cutter(identity(kv_dtype), CONTEXT)
+        cutter = Cutter(identity(kv_dtype), CONTEXT, TAIL)
         cutter.through(cutter.rounded(random_kv()), Int4Token(), registry_with(CODECS), weight)
     assert full.coded_raw == half.coded_raw
     assert full.coded == half.coded
 
 
 def test_a_block_that_cannot_be_coded_is_lossless_and_counted() -> None:
-    cutter = Cutter(identity(), CONTEXT)
+    cutter = Cutter(identity(), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     weight = Weight()
     picky = Picky(id=65003, name="picky")
@@ -143,7 +143,7 @@ def test_a_block_that_cannot_be_coded_is_lossless_and_counted() -> None:
 
 
 def test_a_block_that_cannot_be_coded_goes_to_the_fallback() -> None:
-    cutter = Cutter(identity(), CONTEXT)
+    cutter = Cutter(identity(), CONTEXT, TAIL)
     kv = cutter.rounded(random_kv())
     weight, alone = Weight(), Weight()
     picky = Picky(id=65003, name="picky")
@@ -164,7 +164,7 @@ def test_what_blocks_cannot_hold_is_refused() -> None:
     with pytest.raises(TierKVError, match="no multiple"):
         Cutter(identity(), CONTEXT + 1)
     with pytest.raises(TierKVError, match="no multiple"):
-        Cutter(identity(), BLOCK)
+        Cutter(identity(), BLOCK, TAIL)
     with pytest.raises(TierKVError, match="tail of 300"):
         Cutter(identity(), CONTEXT, tail=300)
     with pytest.raises(TierKVError, match="cannot be evaluated"):

@@ -47,7 +47,7 @@ def test_only_what_is_not_known_is_written() -> None:
 
 def test_where_room_ends_the_rest_is_refused() -> None:
     plan = put([False] * 5, 3 * SIZE + 1)
-    assert (plan.units, plan.refused) == ([0, 1, 2], 2)
+    assert (plan.units, plan.refused, plan.declined) == ([0, 1, 2], 2, 0)
 
 
 @pytest.mark.parametrize(("free", "units"), [(7, 6), (6, 6), (5, 4), (3, 2), (1, 0), (0, 0)])
@@ -113,9 +113,9 @@ def test_what_the_policy_declines_is_refused_with_all_behind_it() -> None:
     known = [True, True, True, False, False, False]
     plan = put(known, 0, parts=2, shelf=Shelf(policy))
     assert policy.asked == [key_of(10_001), key_of(10_002)]
-    assert (plan.units, plan.known, plan.refused) == ([], 3, 3)
+    assert (plan.units, plan.known, plan.refused, plan.declined) == ([], 3, 3, 2)
     plan = put(known, 9 * SIZE, parts=2, shelf=Shelf(policy))
-    assert (plan.units, plan.known, plan.refused) == ([3], 3, 2)
+    assert (plan.units, plan.known, plan.refused, plan.declined) == ([3], 3, 2, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))

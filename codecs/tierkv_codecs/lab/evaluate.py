@@ -18,7 +18,7 @@ from tierkv_codecs.codec import Codec, CodecError, CodecRegistry
 from tierkv_codecs.lab import measures
 from tierkv_codecs.lab.measures import Predictions
 from tierkv_codecs.lab.passages import NEEDLE, Passage, needles, of_documents
-from tierkv_codecs.lab.roundtrip import TAIL, Cutter, Weight, changed
+from tierkv_codecs.lab.roundtrip import Cutter, Weight, changed
 from tierkv_codecs.lab.subject import Attention, Kv, LayerKv, Subject
 from tierkv_codecs.lab.texts import Document
 
@@ -38,7 +38,7 @@ class Suite(NamedTuple):
     sequences: int
     context: int = 1024
     continuation: int = 128
-    tail: int = TAIL
+    tail: int = 0
 
 
 SUITES = {suite.name: suite for suite in (Suite("quick", 8), Suite("full", 32))}

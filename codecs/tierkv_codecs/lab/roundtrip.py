@@ -22,7 +22,6 @@ from tierkv_codecs.codec import SINKS, Codec, CodecRegistry, Place, Unsuited
 from tierkv_codecs.lab.subject import Kv, LayerKv
 from tierkv_codecs.lossless import Lossless
 
-TAIL = 128
 """Last tokens of a prefix that are exact unless an evaluation says otherwise."""
 HALF = 2
 """Bytes of a 16-bit value, which all ratios count against."""
@@ -71,7 +70,7 @@ class Cutter:
         the prefix is no whole number of blocks.
     """
 
-    def __init__(self, identity: Identity, context: int, tail: int = TAIL) -> None:
+    def __init__(self, identity: Identity, context: int, tail: int = 0) -> None:
         size = identity.tokens_per_block
         if context % size or not 0 <= tail <= context - size:
             raise invalid(
