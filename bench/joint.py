@@ -2,6 +2,7 @@
 
     python -m bench.joint --traces FOLDER                      # every row; some take minutes
     python -m bench.joint --traces FOLDER --only agentic small --json
+    python -m bench.joint --traces FOLDER --sweep              # sizes of host RAM and NVMe instead
 
 Gap closed is (LRU - ours) / (LRU - everything kept, loads free), in percent of mean time to first
 token; LRU keeps raw copies, tail first. "bound" is what a linear programme that knows the trace
@@ -19,6 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.joint_sweep import Cell, cells, show_cells
 from bench.timing import machine
 from tierkv.simulation.scenario import read_scenario
 from tierkv.simulation.serving import Workload, contest, read_workload, serve
@@ -163,21 +165,48 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="traces, scenarios or classes")
+    parser.add_argument("--sweep", action="store_true", help="over sizes of host RAM and NVMe")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    rows: list[Row] | list[Cell] = sweep(asked) if asked.sweep else measured(asked)
+    if asked.json:
+        found = {"machine": machine(), "rows": msgspec.to_builtins(rows)}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+def measured(asked: argparse.Namespace) -> list[Row]:
+    """Return the rows that were asked for, and show them as a table where JSON was not asked."""
     rows, read = [], {}
     for trace, scenario, fidelity in KNOWN:
         if not set(asked.only) <= {trace, scenario, fidelity}:
             continue
         if trace not in read:
-            file, tokens = FILES[trace]
-            read = {trace: read_workload(Trace(asked.traces / file, tokens=tokens))}
+            read = {trace: workload_of(asked.traces, trace)}
         rows.append(measure(read[trace], trace, scenario, fidelity))
-    if asked.json:
-        found = {"machine": machine(), "rows": msgspec.to_builtins(rows)}
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    else:
+    if not asked.json:
         show(rows)
+    return rows
+
+
+def sweep(asked: argparse.Namespace) -> list[Cell]:
+    """The same over sizes; each cell is told on standard error when it is done."""
+    rows: list[Cell] = []
+    for trace in FILES:
+        for fidelity in ("safe", "economy"):
+            if not set(asked.only) <= {trace, fidelity}:
+                continue
+            for cell in cells(workload_of(asked.traces, trace), trace, fidelity):
+                rows.append(cell)
+                print(msgspec.json.encode(cell).decode(), file=sys.stderr, flush=True)
+    if not asked.json:
+        show_cells(rows)
+    return rows
+
+
+def workload_of(folder: Path, trace: str) -> Workload:
+    """Read a trace by name."""
+    file, tokens = FILES[trace]
+    return read_workload(Trace(folder / file, tokens=tokens))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def replay(  # noqa: PLR0913 -- one for each option
         str | None,
         typer.Option(
             "--policy",
-            help="lru, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
+            help="lru, evicpress, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
             " s3fifo-tail-first for the other order of a prompt's blocks. With --config:"
             " evicpress (else it is lru), or lru@PROFILE.",
         ),

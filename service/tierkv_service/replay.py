@@ -14,7 +14,7 @@ from rich.table import Table
 from tierkv.errors import invalid
 from tierkv.simulation import blocks
 from tierkv.simulation.blocks import Counts
-from tierkv.simulation.policies import contender
+from tierkv.simulation.joint_blocks import check_policy, count_blocks
 from tierkv.simulation.result import Result, of_blocks
 from tierkv.simulation.scenario import Scenario, read_scenario
 from tierkv.simulation.serving import Served, contest, read_workload, serve
@@ -46,7 +46,7 @@ def run(order: Order, *, as_json: bool) -> int:
     if order.blocks is not None and (order.setting or order.plot):
         raise invalid("--blocks goes without --config, which has its own tiers, and without --plot")
     if order.setting is None:
-        contender(order.policy)
+        check_policy(order.policy)
     trace = Trace(order.trace, order.file_tokens, order.tokens)
     if order.plot is not None:
         _draw(order.plot, trace, order.setting)
@@ -133,7 +133,7 @@ def show(result: Result, accesses: Accesses, capacity: int, console: Console) ->
 def watched(accesses: Accesses, capacity: int, policy: str) -> Counts:
     """Replay with a progress bar."""
     with _progress(f"{policy}, {capacity:,} blocks") as tell:
-        return blocks.replay(accesses, capacity, contender(policy), tell)
+        return count_blocks(accesses, capacity, policy, tell)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ BYTES_PER_TOKEN = 131_072
 """Of Llama-3.1-8B in 16 bits, for sizes in bytes."""
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Capacities, as shares of the trace's distinct blocks."""
-POLICIES = ("lru", "arc-tail-first", "s3fifo-tail-first", "gdsf")
+POLICIES = ("lru", "arc-tail-first", "s3fifo-tail-first", "gdsf", "evicpress")
 BOUND = "belady"
 TIMES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes of a scenario's first tier, by what it says."""

@@ -11,7 +11,7 @@ from tests.traces import SMALL, trace_path
 from tierkv.catalog import NONE
 from tierkv.errors import TierKVError
 from tierkv.simulation.blocks import Shelf, replay
-from tierkv.simulation.policies import CONTENDERS, Contender, contender
+from tierkv.simulation.policies import CONTENDERS, Contender
 from tierkv.simulation.policies.belady import next_uses
 from tierkv.simulation.traces import Accesses, Trace, load
 
@@ -19,7 +19,8 @@ from tierkv.simulation.traces import Accesses, Trace, load
 def accesses_of(prompts: list[list[int]]) -> Accesses:
     flat = [block for prompt in prompts for block in prompt]
     starts = np.cumsum([0, *map(len, prompts)])
-    return Accesses(np.array(flat, np.int32), starts, 1 + max(flat))
+    times, tokens = np.arange(len(prompts), dtype=float), np.diff(starts)
+    return Accesses(np.array(flat, np.int32), starts, 1 + max(flat), times, tokens, 1)
 
 
 def forest(seed: int, requests: int = 150) -> list[list[int]]:
@@ -152,11 +153,6 @@ def test_progress_is_told() -> None:
 
 def test_next_uses_are_positions_or_the_end() -> None:
     assert next_uses(np.array([3, 1, 3, 3, 2, 1], np.int32)).tolist() == [2, 5, 3, 6, 6, 6]
-
-
-def test_an_unknown_policy_is_told_the_known_ones() -> None:
-    with pytest.raises(TierKVError, match=r"lru, .*belady"):
-        contender("fifo")
 
 
 PINNED = {

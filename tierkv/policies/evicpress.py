@@ -31,15 +31,18 @@ import numpy.typing as npt
 from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.reuse import Reuse
-from tierkv.policies.segments import NONE, Ids, Walk
+from tierkv.policies.segments import NONE, SEGMENT_BLOCKS, Ids, Walk
 from tierkv.policies.worth import gains, losses
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
 SAMPLED = 64
-TAKEN = 8
-"""Of so many sampled segments one is given up at most before others are looked at."""
+TAKEN = 32
+"""Of so many looked at one is given up at most before others are sampled: with more, what is live
+goes where the sample happens to have little that is dead."""
+NEAR = 16
+"""So many that nearly went are looked at again beside the next sample."""
 MEMORY = 0.05
 """Weight of the newest price."""
 FLOOR = 0.03
@@ -66,15 +69,23 @@ class EvicPress:
         rates: of each tier, nearest first.
         capacity: bytes of each tier.
         seed: of the sampling.
+        segment_blocks: a segment has at most so many.
     """
 
     name = "evicpress"
 
     def __init__(
-        self, forms: Sequence[Form], rates: Sequence[Rates], capacity: Sequence[int], seed: int = 0
+        self,
+        forms: Sequence[Form],
+        rates: Sequence[Rates],
+        capacity: Sequence[int],
+        seed: int = 0,
+        segment_blocks: int = SEGMENT_BLOCKS,
     ) -> None:
         self.configurations = Configurations(forms, rates)
-        self.reuse = Reuse()
+        self._only = self.configurations.stored.shape == (2, 1)
+        """There is one way to keep a segment: what stays is all that is to be decided."""
+        self.reuse = Reuse(segment_blocks)
         self.segments = self.reuse.segments
         self.capacity = np.array(capacity, np.float64)
         self.used = np.zeros(len(rates))
@@ -89,6 +100,7 @@ class EvicPress:
         self._pools = [np.zeros(1024, np.int64) for _ in rates]
         self._pooled = [0 for _ in rates]
         self._in_pool = np.zeros((1024, len(rates)), np.bool_)
+        self._near = [np.zeros(0, np.int64) for _ in rates]
 
     def walk(self, ids: Ids) -> Walk:
         """Return what a chain meets; told `used` next, with nothing between."""
@@ -128,6 +140,9 @@ class EvicPress:
         self._store(now, rows, computed)
         for tier in range(len(self.price)):
             self._reclaim(now, tier)
+        if self._only and self._pooled[0] <= SAMPLED:
+            # All that is there is looked at, so nothing need be kept out.
+            self.price[0] = 0.0
         self.reuse.refit(now)
 
     def rate(self, rows: Numbers, now: float) -> Floats:
@@ -165,26 +180,66 @@ class EvicPress:
         if self.used[tier] <= self.capacity[tier] * FULL:
             self.price[tier] *= SLACK_DECAY
             return
-        while rest or self.used[tier] > self.capacity[tier]:
-            rows = self._sample(tier)
+        if rest:
+            self._appraise(now, tier)
+            return
+        while self.used[tier] > self.capacity[tier]:
+            rows = np.union1d(self._sample(tier), self._still(tier, self._near[tier]))
             if not len(rows):
                 return
             steps, loss, freed = self._losses(now, tier, rows)
-            order = np.argsort(loss, kind="stable")
-            if rest:
-                worth = loss[order[int(len(order) * FLOOR)]]
-                if worth < np.inf:
-                    self.price[tier] += MEMORY * (max(worth, 0.0) - self.price[tier])
-                return
+            # Of what loses the same, what was used longest ago.
+            order = np.lexsort((self.segments.context[rows], loss))
+            order = order[loss[order] < np.inf]
+            if not len(order):
+                continue
             need = self.used[tier] - self.capacity[tier]
             enough = int(np.searchsorted(np.cumsum(freed[order]), need)) + 1
-            order = order[: min(enough, 1 + len(order) // TAKEN)]
-            order = order[loss[order] < np.inf]
-            if len(order):
-                self._take(tier, rows[order], steps[order])
-                fade = (1 - MEMORY) ** len(order)
-                worth = max(float(loss[order].mean()), 0.0)
-                self.price[tier] = fade * self.price[tier] + (1 - fade) * worth
+            taken = min(enough, 1 if self._only else 1 + len(rows) // TAKEN)
+            self._near[tier] = rows[order[taken : taken + NEAR]]
+            order = order[:taken]
+            worth = max(float(loss[order].mean()), 0.0)
+            going, steps = rows[order], steps[order]
+            if enough > taken and not steps[-1]:
+                behind = self._run(tier, int(going[-1]), need - float(freed[order].sum()))
+                going = np.append(going, behind)
+                steps = np.append(steps, np.zeros_like(behind))
+            self._take(tier, going, steps)
+            fade = (1 - MEMORY) ** len(going)
+            self.price[tier] = fade * self.price[tier] + (1 - fade) * worth
+
+    def _appraise(self, now: float, tier: int) -> None:
+        """Move the price of a full tier that gives up nothing."""
+        rows = self._sample(tier)
+        if len(rows):
+            loss = np.sort(self._losses(now, tier, rows)[1])
+            worth = float(loss[int(len(loss) * FLOOR)])
+            if worth < np.inf:
+                self.price[tier] += MEMORY * (max(worth, 0.0) - self.price[tier])
+
+    def _still(self, tier: int, rows: Numbers) -> Numbers:
+        stored = self.configurations.stored[self.segments.configuration[rows], tier]
+        still: Numbers = rows[stored > 0]
+        return still
+
+    def _run(self, tier: int, row: int, need: float) -> Numbers:
+        """Return what can go with the end of a chain: segments ahead of it with one fate."""
+        segments, run = self.segments, list[int]()
+        context, current = segments.context[row], segments.configuration[row]
+        stored = float(self.configurations.stored[current, tier])
+        while need > 0:
+            row = segments.parent(row)
+            if (
+                row == NONE
+                or segments.children[row] > 1
+                or segments.context[row] != context
+                or segments.configuration[row] != current
+                or segments.foreign[row]
+            ):
+                break
+            run.append(row)
+            need -= stored * segments.nbytes[row]
+        return np.array(run, np.int64)
 
     def _losses(self, now: float, tier: int, rows: Numbers) -> tuple[Numbers, Floats, Floats]:
         """Return for each segment the step that loses least per byte, that loss, bytes freed."""

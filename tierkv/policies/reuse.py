@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.policies.hazard import Hazard
-from tierkv.policies.segments import Ids, Segments, Walk
+from tierkv.policies.segments import SEGMENT_BLOCKS, Ids, Segments, Walk
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -28,8 +28,8 @@ CATEGORIES = LEFT + 2
 class Reuse:
     """Segments of all chains that were asked for, and the rate of their next uses."""
 
-    def __init__(self) -> None:
-        self.segments = Segments()
+    def __init__(self, segment_blocks: int = SEGMENT_BLOCKS) -> None:
+        self.segments = Segments(segment_blocks)
         self.hazard = Hazard(CATEGORIES)
         self._turn: list[int] = []
         self._length: list[int] = []

@@ -72,8 +72,9 @@ class Segments:
     foreign_at: npt.NDArray[np.float64]
     pinned: npt.NDArray[np.float64]
 
-    def __init__(self) -> None:
+    def __init__(self, most_blocks: int = SEGMENT_BLOCKS) -> None:
         self.count = 0
+        self._most_blocks = most_blocks
         self._of_block = np.full(1024, NONE, np.int64)
         self.tail = np.full(1024, NONE, np.int64)
         for name, dtype in COLUMNS.items():
@@ -83,6 +84,11 @@ class Segments:
         """Return the segment ahead of each, NONE for heads."""
         before = self.before[rows]
         return np.where(before == NONE, NONE, self._of_block[before])
+
+    def parent(self, row: int) -> int:
+        """Return the segment ahead of one, NONE for a head."""
+        before = int(self.before[row])
+        return NONE if before == NONE else int(self._of_block[before])
 
     def walk(self, ids: Ids) -> Walk:
         """Follow a chain (n,) as far as it was ever asked for; split where it leaves a segment."""
@@ -120,7 +126,7 @@ class Segments:
             nbytes: raw bytes of each block of the chain.
             density: of each block.
         """
-        starts = np.arange(at, full, SEGMENT_BLOCKS)
+        starts = np.arange(at, full, self._most_blocks)
         if full < len(ids):
             starts = np.append(starts, full)
         ends = np.append(starts[1:], len(ids))
@@ -232,9 +238,11 @@ class Segments:
         self._count_children(rows, 1)
 
     def lost(self, rows: Numbers) -> None:
-        """Segments have no copy any more; contexts end ahead of them."""
+        """Segments, the ends of chains, have no copy any more; contexts end ahead of them."""
+        rows = rows[np.argsort(-self.position[rows], kind="stable")]
         parents = self._count_children(rows, -1)
-        ending = self.tail[self.context[rows]] == rows
+        # Of a context that loses several, the one nearest the head comes last and says where.
+        ending = np.isin(self.tail[self.context[rows]], rows)
         self.tail[self.context[rows[ending]]] = parents[ending]
 
     def _count_children(self, rows: Numbers, change: int) -> Numbers:

@@ -126,16 +126,24 @@ class Accesses(NamedTuple):
 
     `ids` is int32, all prompts after one another; the prompt of request i is
     `ids[starts[i] : starts[i + 1]]`, and `starts` is int64 with one more than there are requests.
+    `times_s` float64 and `tokens` int64 have one for each request; tokens are those in its blocks.
     """
 
     ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64]
     distinct: int
+    times_s: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.int64]
+    tokens_per_block: int
 
 
 def load(trace: Trace) -> Accesses:
     """Read all of a trace's blocks."""
-    prompts = [request.blocks for request in trace]
+    prompts, times, tokens = [], [], []
+    for request in trace:
+        prompts.append(request.blocks)
+        times.append(request.time_s)
+        tokens.append(min(request.input_tokens, len(request.blocks) * trace.tokens_per_block))
     starts = np.zeros(len(prompts) + 1, np.int64)
     starts[1:] = np.cumsum([len(prompt) for prompt in prompts])
     if not starts[-1]:
@@ -145,7 +153,14 @@ def load(trace: Trace) -> Accesses:
     )
     rank = np.empty(len(found), np.int32)
     rank[np.argsort(first)] = np.arange(len(found), dtype=np.int32)
-    return Accesses(rank[inverse], starts, len(found))
+    return Accesses(
+        rank[inverse],
+        starts,
+        len(found),
+        np.array(times),
+        np.array(tokens),
+        trace.tokens_per_block,
+    )
 
 
 def _wrong(path: Path, number: int, what: str) -> Exception:

@@ -7,7 +7,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tierkv.errors import invalid
 from tierkv.policies.lru import Lru
 from tierkv.policy import Policy
 from tierkv.simulation.policies.arc import Arc
@@ -42,10 +41,3 @@ CONTENDERS = {
         lambda blocks, trace: Belady(blocks, next_uses(trace.ids)), tail_first=False
     ),
 }
-
-
-def contender(name: str) -> Contender:
-    """Return the policy of a name. Raises: TierKVError (invalid) naming the known ones."""
-    if name not in CONTENDERS:
-        raise invalid(f"policy {name!r} is not known; use one of {', '.join(CONTENDERS)}")
-    return CONTENDERS[name]
