@@ -91,9 +91,7 @@ class Puts:
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
         plan_known = plan.known - skipped
-        store.totals["known_units"] += plan_known
-        store.counters["put_refused_full"] += plan.refused - plan.declined
-        store.counters["put_declined"] += plan.declined
+        self._count(plan, plan_known)
         if not plan.units:
             store.unhold(before)
             if plan.refused:  # a copy that made way for one that then found no room is gone
@@ -136,6 +134,12 @@ class Puts:
         if number:
             return BY_NUMBER[number]
         return planner.plan_profile(choice, [low.io.rates for low in store.lower])
+
+    def _count(self, plan: PutPlan, known: int) -> None:
+        store = self._store
+        store.totals["known_units"] += known
+        store.counters["put_refused_full"] += plan.refused - plan.declined
+        store.counters["put_declined"] += plan.declined
 
     def _refuse(self, why: str, units: int) -> PutReply:
         self._store.counters[f"put_refused_{why}"] += units
