@@ -89,7 +89,9 @@ def test_a_prefix_comes_back_from_disk_within_its_class_in_a_ninth_of_the_bytes(
     with Engine(model_dir, tmp_path / "second.log", transfer, **options) as engine:
         warm = engine.generate([text[:LENGTH]], 1)[0]
         assert warm.cached == STORED
-        assert warm.told == {"loaded_tokens": {"nvme": STORED}, "fidelity": lossy.fidelity.label}
+        label = lossy.fidelity.label
+        told = {"loaded_tokens": {"nvme": STORED}, "loaded_classes": {label: STORED}}
+        assert warm.told == {**told, "fidelity": label}
         found = said(engine, model_dir, text, tmp_path / "found.npy")
     kl = (np.exp(exact) * (exact - found)).sum(-1)
     assert 1e-6 < kl.mean() <= lossy.limit, "it has lost something, and no more than its class"
