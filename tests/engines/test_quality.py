@@ -15,7 +15,7 @@ from tierkv_codecs.lab.texts import PROSE, evaluation_texts
 from tierkv_codecs.lab.yardsticks import registry_with
 from tierkv_connectors.subject import TransformersSubject
 
-SUITE = Suite("least", sequences=4, context=256, continuation=32)
+SUITE = Suite("least", sequences=4, context=256, continuation=32, tail=128)
 PROFILES = ("lossless", "nvfp4")
 
 pytestmark = pytest.mark.timeout(300)  # 15 s of one core; this much where ten others want it
