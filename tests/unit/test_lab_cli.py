@@ -74,10 +74,10 @@ def test_rows_say_what_was_done(evaluated: tuple[Path, list[Any]]) -> None:
             assert row["kl_mean"] == row["kl_hi"] == row["kl_p99"] == row["dnll"] == 0.0
             assert row["top1"] == 1.0
             assert row["fidelity_class"] == "exact"
-        # 2 of 4 blocks of 64 tokens are coded; a header has 256 bytes.
+        # All 4 blocks of 64 tokens are coded; a header has 256 bytes.
         raw_block = LAYERS * 2 * 64 * 2 * 32 * 2
         assert exact["ratio_payload"] == pytest.approx(
-            (2 * 64 - 4) * raw_block / 64 / (2 * 64 * raw_block / 64 + 2 * 256 - 4 * raw_block / 64)
+            (4 * 64 - 4) * raw_block / 64 / (4 * 64 * raw_block / 64 + 4 * 256 - 4 * raw_block / 64)
         )
         lossy = rows["int4-token-g64", domain]
         # Heads of 32 channels: groups of 32, so 4 bits and 32 bits of ends for each group.

@@ -69,7 +69,7 @@ def test_groups_of_layers_are_evaluated_apart(tmp_path: Path) -> None:
     exact, lossy = (found.tallies[name, "prose"] for name in ("lossless", "int4-token-g64"))
     assert sum(one.kl.sum() for one in exact.predictions) == 0.0
     assert sum(one.kl.sum() for one in lossy.predictions) > 0.0
-    assert lossy.weight.blocks == 4 * 2 * 2
+    assert lossy.weight.blocks == 4 * 4 * 2
     assert len(lossy.relative("keys")) == 3
 
 
