@@ -106,10 +106,11 @@ def ends(profile: Profile, header_bytes: int, segments: Sequence[int]) -> tuple[
 
 
 def _betters(view: Catalog, row: int) -> bool:
-    """Return whether RAM has no copy, or a lower or cleared one that nobody uses."""
+    """Return whether RAM has no copy, or a lower, cleared or foreign one that nobody uses."""
     there = view.in_tier(view.head(view.key(row), view.part[row]), RAM)
     if there == NONE:
         return True
     free = view.state[there] == READY and not view.holds[there]
     lower = view.fidelity[there] < view.fidelity[row]
-    return free and (lower or view.generation[there] < view.generation[row])
+    foreign = view.namespace[there] != view.namespace[row]
+    return free and (lower or foreign or view.generation[there] < view.generation[row])
