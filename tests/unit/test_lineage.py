@@ -122,6 +122,10 @@ def test_a_promotion_replaces_only_what_is_worse() -> None:
     made.fidelity[0] = 1
     assert lineage.lawful(made, Move(Kind.PROMOTE, 1, 0, KVTC4.number))
     assert not lineage.lawful(made, Move(Kind.PROMOTE, 1, 0, KVTC8.number))
+    made.fidelity[0] = 2
+    assert not lineage.lawful(made, Move(Kind.PROMOTE, 1, 0, KVTC4.number))
+    made.namespace[0] = 1
+    assert lineage.lawful(made, Move(Kind.PROMOTE, 1, 0, KVTC4.number))
     made.hold([0])
     assert not lineage.lawful(made, Move(Kind.PROMOTE, 1, 0, KVTC4.number))
     made.unhold([0])

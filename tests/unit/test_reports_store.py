@@ -180,6 +180,15 @@ def test_a_better_copy_below_is_not_hidden_by_a_poor_one_in_ram(open_rig: Open) 
     ours.idle()
 
 
+def test_another_namespaces_copy_in_ram_makes_way_for_one_from_below(open_rig: Open) -> None:
+    rig, keys = open_rig(), chain(1, 3)
+    rig.put(keys, b"two", namespace="two")
+    rig.flush(keys, namespace="two")
+    rig.put(keys, b"one")
+    assert rig.read(keys, namespace="two") == texts(keys, b"two")
+    rig.idle()
+
+
 def test_r06_new_blocks_take_the_place_of_cleared_ones(open_rig: Open) -> None:
     server, keys = Server(), chain(1, 3)
     ours, theirs = open_rig("ours", shared(server)), open_rig("theirs", shared(server))
