@@ -21,7 +21,7 @@ from tierkv.errors import invalid
 from tierkv.simulation.cascade import MAKES, Cascade
 from tierkv.simulation.contests import Contest, Joint, Lru, Pieces, Prompt
 from tierkv.simulation.scenario import Scenario
-from tierkv.simulation.traces import Request, Trace
+from tierkv.simulation.traces import Trace, load
 
 Ids = npt.NDArray[np.int32]
 Progress = Callable[[int, int], None]
@@ -77,23 +77,8 @@ class Workload(NamedTuple):
 
 def read_workload(trace: Trace) -> Workload:
     """Read a whole trace. Raises: TierKVError (invalid) when it has no block."""
-    number_of: dict[int, int] = {}
-    times, tokens, prompts = [], [], []
-    for request in trace:
-        times.append(request.time_s)
-        prompts.append(_numbered(request, number_of))
-        tokens.append(min(request.input_tokens, len(request.blocks) * trace.tokens_per_block))
-    if not number_of:
-        raise invalid(f"{trace.path.name} has no block of {trace.tokens_per_block} tokens")
-    return Workload(
-        np.array(times), np.array(tokens), prompts, len(number_of), trace.tokens_per_block
-    )
-
-
-def _numbered(request: Request, number_of: dict[int, int]) -> Ids:
-    """Number the blocks of a prompt; what is new follows what is known."""
-    ids = request.blocks.tolist()
-    return np.array([number_of.setdefault(one, len(number_of)) for one in ids], np.int32)
+    ids, starts, distinct, times_s, tokens, block_tokens = load(trace)
+    return Workload(times_s, tokens, np.split(ids, starts[1:-1]), distinct, block_tokens)
 
 
 def contest(scenario: Scenario, policy: str, fidelity: str, distinct: int, seed: int) -> Contest:
