@@ -69,7 +69,7 @@ def test_what_was_found_at_start_and_regions_that_are_reclaimed_too(tmp_path: Pa
 def test_another_decision_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record"
     record(path, [], 300.0, policy="evicpress")
-    monkeypatch.setattr("tierkv.policies.joint.MEMORY", 0.5)
+    monkeypatch.setattr("tierkv.policies.worth.MEMORY", 0.5)
     found = rerun(path)
     assert found.different > 0
     assert "became" in found.first

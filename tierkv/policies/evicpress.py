@@ -32,7 +32,7 @@ from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.reuse import Reuse
 from tierkv.policies.segments import NONE, SEGMENT_BLOCKS, Ids, Walk
-from tierkv.policies.worth import gains, losses
+from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -43,10 +43,6 @@ TAKEN = 32
 goes where the sample happens to have little that is dead."""
 NEAR = 16
 """So many that nearly went are looked at again beside the next sample."""
-MEMORY = 0.05
-"""Weight of the newest price."""
-FLOOR = 0.03
-"""The share of sampled segments that earn less than the price of a full tier at rest."""
 FULL = 0.995
 """A tier with more room than this leaves has no price, after a while."""
 SLACK_DECAY = 0.9
@@ -205,8 +201,7 @@ class EvicPress:
                 going = np.append(going, behind)
                 steps = np.append(steps, np.zeros_like(behind))
             self._take(tier, going, steps)
-            fade = (1 - MEMORY) ** len(going)
-            self.price[tier] = fade * self.price[tier] + (1 - fade) * worth
+            self.price[tier] = moved(self.price[tier], worth, len(going))
 
     def _appraise(self, now: float, tier: int) -> None:
         """Move the price of a full tier that gives up nothing."""

@@ -25,21 +25,18 @@ from tierkv.explain import Dropped, Terms
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
 from tierkv.policies.search import Candidate, Search
-from tierkv.policies.steps import RAM, Steps
+from tierkv.policies.steps import Steps
 from tierkv.policies.telling import Facts, tell
-from tierkv.policies.worth import gains, losses
+from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
+from tierkv.tier import RAM
 from tierkv.use import Use
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int32]
 
-MEMORY = 0.05
-"""Weight of the newest price."""
 KEEP_FROM = 0.75
 """A reclaimed region's survivors earn more than this share of what the tier has."""
-FLOOR = 0.03
-"""The share of sampled placements that earn less than the price of a full tier at rest."""
 FULL = 0.98
 """A tier with more room than this leaves, and no need for long, loses its price."""
 REST_USES = 8
@@ -254,8 +251,7 @@ class Joint:
             self._given = self._facts(view, drop.row)
         lost = [max(loss, 0.0) for loss in search.losses if loss < PINNED]
         if lost:
-            fade = (1 - MEMORY) ** len(lost)
-            self.price[tier] = fade * self.price[tier] + (1 - fade) * float(np.mean(lost))
+            self.price[tier] = moved(self.price[tier], float(np.mean(lost)), len(lost))
         return search.moves
 
     def _search(self, view: Catalog, tier: int, need: int) -> Search:

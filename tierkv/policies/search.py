@@ -112,9 +112,10 @@ class Search:
     def _inside(self, row: int) -> bool:
         """Return whether a segment behind a placement's own has something left."""
         block = self._placed.block(row)
-        if block == NONE:
-            return False
-        segment = self._placed.segment(block)
+        return block != NONE and self._followed(self._placed.segment(block))
+
+    def _followed(self, segment: int) -> bool:
+        """Return whether a segment behind this one has something left."""
         return bool(self._placed.segments.children[segment] > self._lost.get(segment, 0))
 
     def _last(self, segment: int) -> int:
@@ -207,7 +208,7 @@ class Search:
         """Return whether anything behind a block has a placement left."""
         segments = self._placed.segments
         segment = self._placed.segment(block)
-        if self._lost.get(segment, 0) < segments.children[segment]:
+        if self._followed(segment):
             return True
         end = int(segments.first[segment] + segments.blocks[segment])
         counts = self._placed.copies(block + 1, end - block - 1)
@@ -223,6 +224,6 @@ class Search:
         counts = self._placed.copies(first, blocks)
         if any(self._left.get(one, count) > 0 for one, count in enumerate(counts, first)):
             return
-        parent = int(segments.parents(np.array([segment]))[0])
+        parent = segments.parent(segment)
         if parent != NONE:
             self._lost[parent] = self._lost.get(parent, 0) + 1

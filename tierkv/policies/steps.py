@@ -17,7 +17,6 @@ from tierkv.plan import Kind
 from tierkv.policies.configurations import PLAIN, PROGRESSIVE, Configurations, Form
 
 Numbers = npt.NDArray[np.int64]
-RAM = 0
 
 
 class Steps:

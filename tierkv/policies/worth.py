@@ -11,6 +11,17 @@ from tierkv.policies.configurations import ABSENT, Configurations
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
+MEMORY = 0.05
+"""Weight of the newest price."""
+FLOOR = 0.03
+"""The share of sampled segments that earn less than the price of a full tier at rest."""
+
+
+def moved(price: float, worth: float, given_up: int) -> float:
+    """Return a tier's price when so many were given up, each worth so much a byte."""
+    fade: float = (1 - MEMORY) ** given_up
+    return fade * price + (1 - fade) * worth
+
 
 def gains(
     known: Configurations,
