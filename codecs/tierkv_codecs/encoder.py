@@ -14,9 +14,7 @@ from tierkv.codec import Profile
 from tierkv.identity import Identity
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecError, CodecRegistry, Place
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What engines hold that cheap codecs take; fp8 KV is small already."""
+from tierkv_codecs.tensors import FLOATS
 
 
 class _Shape(NamedTuple):
@@ -71,7 +69,7 @@ class BlockEncoder:
         """Return the shape of a frame's block, None where it is not known or not regular."""
         identity = self._identities.get(header.fingerprint)
         part: Part = header.part
-        if identity is None or identity.kv_dtype not in DTYPES:
+        if identity is None or identity.kv_dtype not in FLOATS:
             return None
         if part.group >= len(identity.groups):
             return None
@@ -82,4 +80,4 @@ class BlockEncoder:
         heads = part.head_stop - part.head_start
         sizes = (len(layers), 2, header.tokens, heads, layers[0].k_dim)
         place = Place(layers, part, header.position)
-        return _Shape(sizes, DTYPES[identity.kv_dtype], place)
+        return _Shape(sizes, FLOATS[identity.kv_dtype], place)

@@ -38,9 +38,8 @@ from tierkv_codecs.kvtc_grades import (
 )
 from tierkv_codecs.kvtc_rows import rows_of, write_rows
 from tierkv_codecs.kvtc_stream import LANES, Level, Stream, StreamError, Tables, decode, encode
-from tierkv_codecs.tensors import bytes_of, check_out
+from tierkv_codecs.tensors import FLOATS, bytes_of, check_out
 
-DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 STREAMS = 3
 """Keys, values, and the drift of the values."""
 HEAD = struct.Struct(f"<{2 * STREAMS}I")
@@ -138,7 +137,7 @@ class Kvtc:
     def _check(self, block: torch.Tensor, place: Place) -> None:
         header = self.artifact_file.header
         part = self.artifact_file.part
-        if block.dtype not in DTYPES:
+        if block.dtype not in FLOATS.values():
             raise Unsuited(f"{str(block.dtype).removeprefix('torch.')} values are not coded")
         if tuple(place.part) != tuple(part) or place.layers != header.layers:
             raise Unsuited("its artifact is of other layers or heads")

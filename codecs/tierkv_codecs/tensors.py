@@ -8,6 +8,8 @@ import torch
 
 from tierkv_codecs.codec import CodecError
 
+FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What lossy codecs take, by the name that an identity has for it."""
 INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SUPPORTED = frozenset(
     {

@@ -18,6 +18,7 @@ from tierkv.errors import TierKVError, invalid
 from tierkv.identity import Identity
 from tierkv.part import Part
 from tierkv_codecs import CODECS, CodecRegistry, Place, Unsuited
+from tierkv_codecs.tensors import FLOATS
 from tierkv_connectors.device import Lane
 from tierkv_connectors.views import Views
 
@@ -27,9 +28,7 @@ Profiles = Sequence[Profile]
 _LOG = logging.getLogger("tierkv")
 
 DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
+    **FLOATS,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }

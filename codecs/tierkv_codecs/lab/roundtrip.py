@@ -21,12 +21,10 @@ from tierkv.part import Part
 from tierkv_codecs.codec import SINKS, Codec, CodecRegistry, Place, Unsuited
 from tierkv_codecs.lab.subject import Kv, LayerKv
 from tierkv_codecs.lossless import Lossless
+from tierkv_codecs.tensors import FLOATS
 
-"""Last tokens of a prefix that are exact unless an evaluation says otherwise."""
 HALF = 2
 """Bytes of a 16-bit value, which all ratios count against."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -79,13 +77,13 @@ class Cutter:
             )
         if any(layer.k_dim != layer.v_dim for layer in identity.layers):
             raise invalid("layers whose keys and values differ in size are not supported yet")
-        if identity.kv_dtype not in DTYPES:
-            known = ", ".join(DTYPES)
+        if identity.kv_dtype not in FLOATS:
+            known = ", ".join(FLOATS)
             raise invalid(f"KV dtype {identity.kv_dtype} cannot be evaluated; use one of {known}")
         self._identity = identity
         self._context = context
         self._coded = (context - tail) // size * size
-        self._dtype = DTYPES[identity.kv_dtype]
+        self._dtype = FLOATS[identity.kv_dtype]
         self.parts = [Part.whole(identity, group) for group in range(len(identity.groups))]
 
     def rounded(self, kv: Kv) -> Kv:
