@@ -190,7 +190,7 @@ def spans_to_fill(
     for group in groups:
         start, end = first // group.engine_tokens, stop // group.engine_tokens
         ids = [blocks[share.engine_group][start:end] for share in group.shares]
-        start += max(group.kept_from(stop) // group.engine_tokens - start, 0)
+        start = max(start, group.kept_from(stop) // group.engine_tokens)
         ids = [one[len(one) - (end - start) :] for one in ids]
         if not all(len(one) == end - start and all(one) for one in ids):
             raise invalid(f"the blocks of KV group {group.number} are not those of {stop} tokens")
