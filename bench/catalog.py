@@ -42,7 +42,7 @@ from bench.engine import (
     embedded,
     free_port,
     serve,
-    wait_grown,
+    wait_touched,
 )
 from bench.timing import machine, percentile
 from tierkv.calls import MatchCall
@@ -241,7 +241,7 @@ def through_sidecar(folder: Path, placements: int, chains: list[int], count: int
         try:
             wait_listening(place / "tierkv.sock", process)
             client = connect(place / "tierkv.sock", timeout_s=STAGE_S)
-            wait_grown(client, host_bytes(len(chains)))
+            wait_touched(process.pid, host_bytes(len(chains)))
             for number in chains:
                 stage(client, number)
             matches(client, chains, count // 10, 0)

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +167,7 @@ def embedded(host_bytes: int, more: str = "") -> Iterator[tuple[TierKV, Client]]
         store = TierKV.open(parse(settings_text(Path(name), host_bytes, more)))
         client = Client(EmbeddedChannel(store, store.host.view))
         try:
-            wait_grown(client, host_bytes)
+            wait_touched(os.getpid(), host_bytes)
             yield store, client
         finally:
             client.close()
@@ -183,7 +182,7 @@ def sidecar(host_bytes: int, more: str = QUIET) -> Iterator[tuple[int, Client]]:
         process = serve(folder, host_bytes, more)
         client = connect(folder / "tierkv.sock", client="bench", timeout_s=5.0)
         try:
-            wait_grown(client, host_bytes)
+            wait_touched(process.pid, host_bytes)
             yield process.pid, client
         finally:
             client.close()
@@ -214,13 +213,13 @@ def serve(folder: Path, host_bytes: int, more: str = QUIET) -> "subprocess.Popen
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def wait_grown(client: Client, host_bytes: int) -> None:
-    """Wait until all of a store's memory is backed."""
-    wanted = host_bytes // MIB * MIB
+def wait_touched(pid: int, host_bytes: int) -> None:
+    """Wait until a store's process has all of its arena in its page table."""
     until = time.monotonic() + START_S
     while time.monotonic() < until:
-        stat: dict[str, Any] | None = client.stat()
-        if stat and stat["tiers"][0]["capacity_bytes"] >= wanted:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        shared = next(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
+        if shared << 10 >= host_bytes // MIB * MIB:
             return
         time.sleep(0.02)
     raise TimeoutError(f"no store of {host_bytes >> 20} MiB within {START_S:g} s")

@@ -83,7 +83,7 @@ class TierKV:
             self._store.persist(low, there)
             recover(self._store, low)
         trim()
-        self._grow()
+        self._store.executor.submit("touch", self._touch)
 
     @classmethod
     def open(
@@ -98,7 +98,7 @@ class TierKV:
         """
         gate = gate or named(settings.store.gate)
         lower: list[DurableTier] = []
-        lanes = {"control": 2, "grow": 1, "host-probe": 1, LANE: 1}
+        lanes = {"control": 2, "touch": 1, "host-probe": 1, LANE: 1}
         if settings.nvme is not None:
             lower.append(NvmeTier(settings.nvme))
         if settings.redis is not None:
@@ -150,6 +150,8 @@ class TierKV:
         """End a match or a transfer."""
         with self._store.lock:
             self._matches.release(owner, call.match, call.transfer, call.damaged)
+            rates = self._store.host_rates
+            self._store.host_rates = rates.with_told("read", call.copied_bytes, call.copied_s)
 
     def get(self, owner: int, call: calls.GetCall) -> calls.GetReply:
         """Turn a lease into a transfer."""
@@ -324,7 +326,7 @@ class TierKV:
         if store.recorder is not None:
             store.recorder.close()
 
-    def break_down(self, error: Exception) -> None:
+    def break_down(self, error: BaseException) -> None:
         """Answer only misses from now on: a job raised, so the bookkeeping may not hold."""
         with self._store.lock:
             self._store.broken = f"a bug: {error!r}, see the log"
@@ -333,14 +335,7 @@ class TierKV:
     def _refusing(self) -> bool:
         return bool(self._closed or self._store.broken)
 
-    def _grow(self) -> None:
-        """Back the rest of the arena with memory, step by step, beside everything else."""
-        host, store = self._store.host, self._store
-
-        def step() -> None:
-            backed = host.more()
-            with store.lock:
-                if host.back(backed) and not self._closed:
-                    store.executor.submit("grow", step)
-
-        store.executor.submit("grow", step)
+    def _touch(self) -> None:
+        """Touch the arena's memory, step by step, beside everything else."""
+        if self._store.host.touch() and not self._closed:
+            self._store.executor.submit("touch", self._touch)

@@ -118,6 +118,10 @@ class ReleaseCall(Call, frozen=True, tag="release"):
     transfer: int = 0
     damaged: tuple[int, ...] = ()
     """Units of the transfer whose bytes do not agree with themselves: their copy in RAM goes."""
+    copied_bytes: int = 0
+    """Of a transfer of raw frames: payload bytes copied out of the arena, 0 where not told."""
+    copied_s: float = 0.0
+    """The seconds that took."""
 
 
 class GetCall(Call, frozen=True, tag="get"):
@@ -213,6 +217,8 @@ class CommitCall(Call, frozen=True, tag="commit"):
     profiles: bytes = b""
     """A byte for each unit, the number of its profile: empty when all have the reply's."""
     segments: bytes = b""
+    copied_s: float = 0.0
+    """Seconds of copying, where all units are raw; 0: not told."""
 
 
 class SettleCall(Call, frozen=True, tag="settle"):

@@ -5,6 +5,7 @@ the channel. The one exception is a caller's own wrong argument.
 """
 
 import struct
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -33,7 +34,7 @@ from tierkv.calls import (
     StatCall,
     WaitCall,
 )
-from tierkv.codec import profile_of
+from tierkv.codec import RAW, profile_of
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
@@ -97,6 +98,7 @@ class Transfer:
         self._parts = [Part.unpack(call.parts[at : at + PACKED_BYTES]) for at in cut]
         self._contents: dict[int, bytes] = {}
         self._damaged: set[int] = set()
+        self._raw, self._looked, self._began, self._copied = True, 0, 0.0, (0, 0.0)
 
     @property
     def units(self) -> int:
@@ -146,14 +148,19 @@ class Transfer:
         return headers
 
     def intact(self, units: int) -> int:
-        """Return how many of the first `units` frames are unchanged, up to one that is not."""
-        for unit in range(units):
-            if not self.unchanged(unit):
-                return unit
-        return units
+        """Return how many of the first `units` frames are unchanged, up to one that is not.
+
+        It ends the copies that the first `payload` began: the store is told how long they took.
+        """
+        if self._raw and self._began:
+            self._copied = self._looked, time.perf_counter() - self._began
+        return next((unit for unit in range(units) if not self.unchanged(unit)), units)
 
     def payload(self, unit: int, header: frame.Header) -> Pieces:
         """Return the encoded bytes of a frame as views of the arena, in order."""
+        self._began = self._began or time.perf_counter()
+        self._raw &= header.codec_id == RAW.codec_id
+        self._looked += header.payload_bytes
         pieces = self._frames[unit]
         start, length = header.header_bytes, header.payload_bytes
         if len(pieces[0]) >= start + length:
@@ -171,8 +178,12 @@ class Transfer:
         """Let the store have the frames back. Idempotent."""
         if self._number:
             self._frames = []
-            damaged = tuple(sorted(self._damaged))
-            self._channel.post(ReleaseCall(transfer=self._number, damaged=damaged))
+            damaged, (nbytes, seconds) = tuple(sorted(self._damaged)), self._copied
+            self._channel.post(
+                ReleaseCall(
+                    transfer=self._number, damaged=damaged, copied_bytes=nbytes, copied_s=seconds
+                )
+            )
             self._number = 0
             self._channel.give_back()
 
@@ -220,8 +231,10 @@ class Reservation:
         """
         return self.commit_written([Written(self.profiles[0].number, (one,)) for one in lengths])
 
-    def commit_written(self, units: Sequence[Written]) -> int:
+    def commit_written(self, units: Sequence[Written], copied_s: float = 0.0) -> int:
         """Make units visible that may be of other profiles than the one the store chose.
+
+        `copied_s` are the seconds that writing them took; 0 tells the store nothing.
 
         Returns: the count of units that became visible, 0 when the store is gone.
         """
@@ -244,6 +257,7 @@ class Reservation:
             checksums=b"".join(sums),
             profiles=b"" if same else bytes(unit.profile for unit in units),
             segments=b"" if most == 1 else struct.pack(f"<{len(flat)}q", *flat),
+            copied_s=copied_s if same and self.profile == RAW.name else 0.0,
         )
         reply = self._channel.call(call)
         self.number = 0

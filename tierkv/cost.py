@@ -9,12 +9,20 @@ peaks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.codec import Profile
+
+LATENCY_BYTES = 256 << 10
+"""A read of fewer bytes tells how long a tier takes to begin."""
+RATE_BYTES = 1 << 20
+"""Fewer bytes do not tell how fast it goes on."""
+_SMOOTH = 0.2
+_MOST_BPS = 1e13
+_MOST_COPY_S = 600.0
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -26,6 +34,30 @@ class Rates(NamedTuple):
     latency_s: float
     read_bps: float
     write_bps: float
+
+    def with_read(self, read_bps: float) -> Self:
+        """Return the rates after a read at `read_bps`."""
+        return self._replace(read_bps=_blend(self.read_bps, read_bps))
+
+    def with_write(self, write_bps: float) -> Self:
+        """Return the rates after a write at `write_bps`."""
+        return self._replace(write_bps=_blend(self.write_bps, write_bps))
+
+    def with_told(self, op: Literal["read", "write"], nbytes: int, seconds: float) -> Self:
+        """Return the rates after a copy that a client tells of; a figure that cannot be: the same.
+
+        RAM is copied from and to by clients, so only they can measure it.
+        """
+        if nbytes <= 0 or not nbytes / _MOST_BPS < seconds < _MOST_COPY_S:
+            return self
+        if nbytes >= RATE_BYTES:
+            rate = nbytes / seconds
+            return self.with_read(rate) if op == "read" else self.with_write(rate)
+        return self.with_latency(seconds) if op == "read" and nbytes < LATENCY_BYTES else self
+
+    def with_latency(self, seconds: float) -> Self:
+        """Return the rates after a small read that took `seconds`."""
+        return self._replace(latency_s=_blend(self.latency_s, seconds))
 
 
 class Recompute(NamedTuple):
@@ -93,3 +125,7 @@ def best_prefix(
     computing = recompute.linear * rest + recompute.quadratic * (at * rest + rest * rest / 2)
     pieces = int(np.argmin(loads + computing))
     return Prefix(pieces, float(loads[pieces]), float(computing[pieces]))
+
+
+def _blend(old: float, new: float) -> float:
+    return old + (new - old) * _SMOOTH

@@ -40,7 +40,7 @@ class Threads:
     """
 
     def __init__(
-        self, lanes: dict[str, int], on_bug: Callable[[Exception], None] = lambda _: None
+        self, lanes: dict[str, int], on_bug: Callable[[BaseException], None] = lambda _: None
     ) -> None:
         self.on_bug = on_bug
         self._lanes = {name: _Lane(name, count, self._bug) for name, count in lanes.items()}
@@ -67,12 +67,12 @@ class Threads:
             for thread in lane.threads:
                 thread.join(max(end - time.monotonic(), 0.0))
 
-    def _bug(self, error: Exception) -> None:
+    def _bug(self, error: BaseException) -> None:
         self.on_bug(error)
 
 
 class _Lane:
-    def __init__(self, name: str, count: int, on_bug: Callable[[Exception], None]) -> None:
+    def __init__(self, name: str, count: int, on_bug: Callable[[BaseException], None]) -> None:
         self._on_bug = on_bug
         self.jobs: deque[Job] = deque()
         self.running: dict[int, float] = {}
@@ -109,7 +109,7 @@ class _Lane:
             self.running[me] = time.monotonic()
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - the edge: a bug ends in misses
+            except BaseException as error:  # noqa: BLE001 - the edge; SystemExit ends threads unseen
                 _LOG.exception("a job of lane %s failed", threading.current_thread().name)
                 self._on_bug(error)
             finally:

@@ -24,7 +24,7 @@ from tierkv.errors import invalid
 from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys, seconds_of
 from tierkv.namespace import digest_of
-from tierkv.store import HOST_RATES, Numbers, Store
+from tierkv.store import Numbers, Store
 from tierkv.tier import RAM
 from tierkv.use import use_of
 from tierkv.windows import Windows
@@ -250,7 +250,7 @@ class Matches:
         held = not (match.pending or match.windows)
         rows = match.rows if held else [row for row in match.rows if row != NONE]
         decode = store.decode_bps(rows)
-        load = load_seconds(store.nbytes(rows), blocks * call.raw_bytes, HOST_RATES, decode)
+        load = load_seconds(store.nbytes(rows), blocks * call.raw_bytes, store.host_rates, decode)
         cost = Recompute(call.linear, call.quadratic)
         return MatchReply(
             match=match.number if blocks or match.pending else 0,

@@ -167,7 +167,9 @@ class Puts:
         done, units = rows[:stop], units[:stop]
         store.abort(rows[stop:])  # and all behind what was given up: no reader could reach them
         self._seal(reservation, units, call.checksums if reservation.seal else b"")
-        store.totals["stored_bytes"] += sum(unit.length for unit in units)
+        stored = sum(unit.length for unit in units)
+        store.totals["stored_bytes"] += stored
+        store.host_rates = store.host_rates.with_told("write", stored, call.copied_s)
         store.counters["put_fallback"] += sum(
             unit.profile != reservation.profile.number for unit in units
         )

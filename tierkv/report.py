@@ -11,7 +11,7 @@ from tierkv.gate import Gate
 from tierkv.matches import Matches
 from tierkv.puts import Puts
 from tierkv.stat import HoldStat, ProfileStat, StoreStat, TierStat, WriteBehindStat
-from tierkv.store import HOST_RATES, Lower, Store
+from tierkv.store import Lower, Store
 from tierkv.tier import RAM
 from tierkv.write_behind import WriteBehind
 
@@ -106,9 +106,9 @@ def _tiers(store: Store, held: int, problems: dict[str, str]) -> list[TierStat]:
             placements=catalog.count[RAM][READY],
             read_bytes=store.totals["served_bytes"],
             written_bytes=store.totals["stored_bytes"],
-            read_bps=HOST_RATES.read_bps,
-            write_bps=HOST_RATES.write_bps,
-            latency_s=HOST_RATES.latency_s,
+            read_bps=store.host_rates.read_bps,
+            write_bps=store.host_rates.write_bps,
+            latency_s=store.host_rates.latency_s,
         )
     ]
     return tiers + [_lower(store, low, problems.get(low.name, "")) for low in store.lower]

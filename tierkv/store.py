@@ -43,6 +43,7 @@ IO_DEADLINE_S = 5.0
 FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
 """What is assumed of a tier until it was used: cautious figures of a small machine."""
 HOST_RATES = Rates(2e-5, 8e9, 8e9)
+"""What is assumed of RAM until clients tell what their copies take."""
 
 Numbers = npt.NDArray[np.int32]
 
@@ -114,6 +115,7 @@ class Store:
     ) -> None:
         self.lock = StoreLock(self.broke)
         self.host = host
+        self.host_rates = HOST_RATES
         self.lower = [lower_tier(number, tier, clock) for number, tier in enumerate(lower, 1)]
         names = ["host", *(tier.name for tier in lower)]
         cuts = [RAM, *(low.number for low in self.lower if low.regions is not None)]
@@ -140,7 +142,7 @@ class Store:
 
     def rates(self) -> list[Rates]:
         """Return the rates by tier number."""
-        return [HOST_RATES, *(lower.io.rates for lower in self.lower)]
+        return [self.host_rates, *(lower.io.rates for lower in self.lower)]
 
     def usable(self, lower: Lower, since: float = float("inf")) -> bool:
         """Return whether reads, and one begun at `since`, are worth waiting for."""

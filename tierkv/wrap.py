@@ -11,12 +11,9 @@ from collections.abc import Sequence
 
 from tierkv import frame
 from tierkv.clock import Clock
-from tierkv.cost import Rates, load_seconds
+from tierkv.cost import LATENCY_BYTES, RATE_BYTES, Rates, load_seconds
 from tierkv.tier import DONE, Item, Outcome, Status, Tier
 
-_SMOOTH = 0.2
-_LATENCY_BYTES = 256 << 10
-_RATE_BYTES = 1 << 20
 _SPAN_S = 0.25
 
 
@@ -105,7 +102,7 @@ class _Window:
         self._active -= 1
         self._bytes += nbytes
         seconds = self._clock() - self._since
-        if self._bytes < _RATE_BYTES or (self._active and seconds < _SPAN_S):
+        if self._bytes < RATE_BYTES or (self._active and seconds < _SPAN_S):
             return 0.0
         rate = self._bytes / max(seconds, 1e-9)
         self._since, self._bytes = self._clock(), 0
@@ -146,7 +143,7 @@ class Measured:
             self.written_bytes += size
             rate = self._writes.leave(size)
             if rate:
-                self.rates = self.rates._replace(write_bps=_blend(self.rates.write_bps, rate))
+                self.rates = self.rates.with_write(rate)
         return outcomes
 
     def read(self, items: Sequence[Item]) -> list[Outcome]:
@@ -163,9 +160,9 @@ class Measured:
                 self._compare(size, seconds)
             rate = self._reads.leave(size)
             if rate:
-                self.rates = self.rates._replace(read_bps=_blend(self.rates.read_bps, rate))
-            if 0 < size < _LATENCY_BYTES:
-                self.rates = self.rates._replace(latency_s=_blend(self.rates.latency_s, seconds))
+                self.rates = self.rates.with_read(rate)
+            if 0 < size < LATENCY_BYTES:
+                self.rates = self.rates.with_latency(seconds)
         return outcomes
 
     def _compare(self, nbytes: int, seconds: float) -> None:
@@ -182,7 +179,3 @@ class Measured:
             for item, outcome in zip(items, outcomes, strict=True)
             if outcome.status is Status.DONE
         )
-
-
-def _blend(old: float, new: float) -> float:
-    return old + (new - old) * _SMOOTH

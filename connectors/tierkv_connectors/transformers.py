@@ -348,6 +348,7 @@ class PrefixCache:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> int:
+        started = time.perf_counter()
         try:
             units = [
                 self._copier.write(
@@ -358,7 +359,7 @@ class PrefixCache:
                 )
                 for index, unit in enumerate(reservation.units)
             ]
-            return reservation.commit_written(units)
+            return reservation.commit_written(units, time.perf_counter() - started)
         finally:
             reservation.abort()
 

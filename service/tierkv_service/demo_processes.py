@@ -189,7 +189,9 @@ def run_engine(
     decoder = msgspec.json.Decoder(Event)
     rest = b""
     with process.stdout as stdout:
-        while select.select([stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+        waiting = select.poll()
+        waiting.register(stdout, select.POLLIN)
+        while waiting.poll(max(deadline - time.monotonic(), 0.0) * 1000):
             data = os.read(stdout.fileno(), 1 << 16)
             if not data:
                 break

@@ -15,15 +15,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tierkv.cache import TierKV
+from tierkv.calls import StatCall
 from tierkv.control import Control
 from tierkv.errors import TierKVError, unavailable
 from tierkv.gate import named
 from tierkv.record import Recorder
 from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
+from tierkv.stat import from_wire
 from tierkv_connectors.private import Order
 from tierkv_service import http
 from tierkv_service.locks import Locks
@@ -146,8 +149,16 @@ def serve(
         gc.collect()
         gc.freeze()
         _log.info("listening at %s, pid %d", locks.path, os.getpid())
+        control.stat(StatCall(probe=True), _say_problems)
         loop.run()
         _log.info("stopping")
+
+
+def _say_problems(stat: dict[str, Any]) -> None:
+    """Name every tier that does not answer: whoever reads the log need not ask for it."""
+    for tier in from_wire(stat).tiers:
+        if tier.problem:
+            _log.warning("tier %s is %s: %s", tier.name, tier.state, tier.problem)
 
 
 def _follow(loop: Loop, parent: int) -> Callable[[], None]:

@@ -66,7 +66,7 @@ def rig() -> Iterator[Rig]:
     tier = Hanging()
     lanes = {
         "control": 2,
-        "grow": 1,
+        "touch": 1,
         "nvme-read": 1,
         "nvme-seal": 1,
         "nvme-write": 1,

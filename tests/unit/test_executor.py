@@ -1,6 +1,7 @@
 """Executor: lanes in order, and what becomes of a job that raises."""
 
 import logging
+import sys
 import threading
 from collections import deque
 
@@ -37,6 +38,17 @@ def test_a_job_under_way_is_seen_and_close_does_not_wait_for_it() -> None:
     assert executor.waiting("one") == 1
     executor.close(0.01)
     go.set()
+
+
+def test_r28_a_job_cannot_end_its_thread_unseen() -> None:
+    """A thread that meets SystemExit ends without a word, and all behind it would wait for ever."""
+    told, goes_on = list[BaseException](), threading.Event()
+    executor = Threads({"one": 1}, told.append)
+    executor.submit("one", sys.exit)
+    executor.submit("one", goes_on.set)
+    assert goes_on.wait(30)
+    assert [type(error) for error in told] == [SystemExit]
+    executor.close(5)
 
 
 def test_a_bug_in_a_job_ends_in_misses(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,12 +1,18 @@
-"""What the cost model expects of reads is held against what they take."""
+"""What the cost model expects of reads is held against what they take; RAM is what clients tell."""
 
+import math
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.memory_tier import MemoryTier
-from tests.stores import BLOCK, Rig, chain
-from tierkv.store import FIRST_RATES
+from tests.stores import BLOCK, Rig, chain, fill
+from tierkv.channel import EmbeddedChannel
+from tierkv.client import Client, Written
+from tierkv.codec import INT8, RAW
+from tierkv.cost import LATENCY_BYTES, RATE_BYTES, Rates
+from tierkv.store import FIRST_RATES, HOST_RATES
 from tierkv.tier import Item, Outcome, Status
 
 
@@ -55,3 +61,64 @@ def test_what_failed_says_nothing_of_predictions() -> None:
     rig = evicted()
     staged(rig, 0.5, Status.MISSING)
     assert (nvme(rig)["read_s"], nvme(rig)["read_error_s"]) == (0.0, 0.0)
+
+
+def told(
+    blocks: int, seconds: float, monkeypatch: pytest.MonkeyPatch, codec_id: int = RAW.codec_id
+) -> dict[str, Any]:
+    """Return what RAM is said to do after a client wrote and read blocks, each in `seconds`."""
+    rig = Rig(128, [])
+    client = Client(EmbeddedChannel(rig.store, rig.host.view))
+    held = client.put(rig.put_call(chain(1, blocks)))
+    assert held is not None
+    for index in range(blocks):
+        fill(held.payload(index), bytes(BLOCK))
+    written = [Written(RAW.number, (BLOCK,))] * blocks
+    assert held.commit_written(written, seconds) == blocks
+    transfer = client.get(client.match(rig.match_call(chain(1, blocks))).match, blocks)
+    assert transfer is not None
+    monkeypatch.setattr("tierkv.client.time.perf_counter", rig.clock)
+    with transfer:
+        for unit, header in enumerate(transfer.headers()):
+            transfer.payload(unit, replace(header, codec_id=codec_id))
+        rig.clock.now += seconds
+        assert transfer.intact(blocks) == blocks
+    return dict(rig.stat()["tiers"][0])
+
+
+def after(old: float, new: float) -> object:
+    """Return a rate that one measurement has moved by a fifth of the way."""
+    return pytest.approx(old + (new - old) / 5, rel=1e-3)
+
+
+def test_ram_is_as_fast_as_clients_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = told(100, 0.001, monkeypatch)
+    assert found["write_bps"] == after(HOST_RATES.write_bps, 100 * BLOCK / 0.001)
+    assert found["read_bps"] == after(HOST_RATES.read_bps, 100 * BLOCK / 0.001)
+    assert found["latency_s"] == HOST_RATES.latency_s
+
+
+def test_a_copy_that_decodes_says_nothing_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(100, 0.001, monkeypatch, INT8.codec_id)["read_bps"] == HOST_RATES.read_bps
+
+
+def test_a_small_copy_tells_how_long_ram_takes_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = told(1, 0.001, monkeypatch)
+    assert found["latency_s"] == after(HOST_RATES.latency_s, 0.001)
+    assert (found["read_bps"], found["write_bps"]) == (HOST_RATES.read_bps, HOST_RATES.write_bps)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e-12, 1e9])
+@pytest.mark.parametrize("nbytes", [-1, 0, LATENCY_BYTES - 1, LATENCY_BYTES, RATE_BYTES, 1 << 60])
+def test_what_cannot_be_changes_no_rate(nbytes: int, seconds: float) -> None:
+    assert HOST_RATES.with_told("read", nbytes, seconds) == HOST_RATES
+    assert HOST_RATES.with_told("write", nbytes, seconds) == HOST_RATES
+
+
+def test_a_load_is_predicted_by_what_ram_does() -> None:
+    rig = Rig(128, [])
+    rig.put(chain(1, 4))
+    before = rig.match(chain(1, 4)).load_s
+    rig.store._store.host_rates = Rates(0.5, 1e6, 1e6)
+    assert rig.match(chain(1, 4)).load_s == pytest.approx(0.5 + 4 * BLOCK / 1e6, rel=0.05)
+    assert before < 1e-3

@@ -34,7 +34,7 @@ from tierkv.tiers.region_log import LOG_NAME
 from tierkv.wrap import check
 from tierkv.write_behind import BATCH_BYTES
 
-LANES = {"control": 2, "grow": 1, "nvme-read": 4, "nvme-seal": 1, "nvme-write": 1}
+LANES = {"control": 2, "touch": 1, "nvme-read": 4, "nvme-seal": 1, "nvme-write": 1}
 
 
 @pytest.fixture

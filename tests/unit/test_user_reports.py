@@ -16,7 +16,7 @@ from tierkv.executor import Threads
 from tierkv.part import Part
 
 LANES = {
-    "control": 2, "grow": 1, "host-probe": 1, "nvme-read": READ_THREADS, "nvme-seal": 1,
+    "control": 2, "touch": 1, "host-probe": 1, "nvme-read": READ_THREADS, "nvme-seal": 1,
     "nvme-write": 1, "nvme-probe": 1,
 }  # fmt: skip
 

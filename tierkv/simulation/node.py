@@ -19,7 +19,7 @@ from tierkv.tier import DurableTier
 from tierkv.tiers.host import HostSettings, HostTier
 
 LANES = {
-    "control": 2, "grow": 1, "nvme-read": 4, "nvme-seal": 1, "nvme-write": 1,
+    "control": 2, "touch": 1, "nvme-read": 4, "nvme-seal": 1, "nvme-write": 1,
     "redis-read": 4, "redis-seal": 1, "redis-write": 1,
 }  # fmt: skip
 ARENA_BYTES = (1 << 20, 3 << 20)

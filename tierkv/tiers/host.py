@@ -1,16 +1,18 @@
 """Host RAM: one memfd arena of pages; a frame is one or more runs of pages.
 
-The arena's descriptor goes to engines, which map it and copy pages to and from it. Space is
-reserved in steps (`grow`) and a page is handed out only once it is backed, so nobody ever touches
-memory that is not there. Locators name runs: (count << 32 | first page) for one run, a negative
-number for a list of runs.
+The arena's descriptor goes to engines, which map it and copy pages to and from it. All of its
+memory is reserved at the start, so nobody ever touches a page that is not there; `touch` enters it
+into this process's page table later, beside everything else. Locators name runs: (count << 32 |
+first page) for one run, a negative number for a list of runs.
 """
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,11 +24,14 @@ from tierkv.errors import invalid, unavailable
 from tierkv.tier import DONE, Item, Outcome, Space, Status
 from tierkv.tiers.runs import PageRuns, Run
 
-GROW_BYTES = 64 << 20
+STEP_BYTES = 64 << 20
+"""Reserved or touched at once."""
+_SAY_S = 5.0
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADROOM = 64 << 20
 _NO_MAGIC = bytes(4)
+_LOG = logging.getLogger("tierkv.host")
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -41,17 +46,16 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTier:
-    """The arena and its page runs. `grow` must be called until it returns False."""
+    """The arena and its page runs. `touch` may be called until it returns False."""
 
     name = "host"
     durable = False
 
     def __init__(self, settings: HostSettings) -> None:
-        """Reserve address space and the first step of memory.
+        """Reserve the memory, at some GiB a second.
 
         Raises: TierKVError (invalid) for a page size that is not 16, 32 or 64 KiB, (unavailable)
-        when
-            the machine or its memory limit has less than the arena's size.
+            when the machine or its memory limit has less than the arena's size.
         """
         page = settings.page_bytes
         if page not in (16 << 10, 32 << 10, 64 << 10):
@@ -69,38 +73,29 @@ class HostTier:
         os.ftruncate(self.fd, self.nbytes)
         # Whoever gets the descriptor cannot shrink the file under those who have it mapped.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        try:
+            reserve(self.fd, self.nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise unavailable(
+                f"[host] size asks for {self.nbytes >> 20} MiB of memory and the system has no "
+                f"more: {error.strerror}; lower [host] size or give it more memory"
+            ) from error
         self._map = mmap.mmap(self.fd, self.nbytes)
         self.view = memoryview(self._map)
-        self.problem = ""
         self._runs = PageRuns()
-        self._backed = 0
+        self._runs.add(0, self.nbytes // page)
+        self._touched = 0
         self._lists: dict[int, list[Run]] = {}
         self._next_list = -1
         self._closed = False
-        self.back(self.more())
 
-    def more(self) -> tuple[int, int]:
-        """Back the next step of the arena with memory; returns (offset, bytes), 0 bytes at the end.
-
-        May take long; touches nothing but the descriptor, so it runs beside everything else.
-        """
-        size = 0 if self.problem else min(GROW_BYTES, self.nbytes - self._backed)
-        if size:
-            try:
-                os.posix_fallocate(self.fd, self._backed, size)
-            except OSError as error:
-                self.problem = f"arena stopped at {self._backed >> 20} MiB: {error.strerror}"
-                size = 0
-            populate(self.view[self._backed : self._backed + size])
-        return self._backed, size
-
-    def back(self, step: tuple[int, int]) -> bool:
-        """Hand a step of `more` out as free pages; returns whether there is more to come."""
-        offset, size = step
-        if size:
-            self._runs.add(offset // self.page_bytes, size // self.page_bytes)
-            self._backed += size
-        return bool(size) and self._backed < self.nbytes
+    def touch(self) -> bool:
+        """Touch the next step of the arena; returns whether there is more of it."""
+        stop = min(self._touched + STEP_BYTES, self.nbytes)
+        populate(self.view[self._touched : stop])
+        self._touched = stop
+        return stop < self.nbytes
 
     def reserve(self, nbytes: int) -> int | None:
         """Take pages for a frame of `nbytes`."""
@@ -169,8 +164,8 @@ class HostTier:
         return [view[first * page : (first + count) * page] for first, count in self.runs(locator)]
 
     def space(self) -> Space:
-        """Return the accounting over what is backed so far."""
-        return Space(self._backed, self._runs.free * self.page_bytes, 0)
+        """Return the accounting."""
+        return Space(self.nbytes, self._runs.free * self.page_bytes, 0)
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
         """Copy frames in."""
@@ -181,8 +176,8 @@ class HostTier:
         return [self._copy(item, inwards=False) for item in items]
 
     def probe(self) -> str:
-        """Return why the arena is smaller than asked for, or ""."""
-        return "closed" if self._closed else self.problem
+        """Return "": memory that is reserved stays, until it is closed."""
+        return "closed" if self._closed else ""
 
     def close(self) -> None:
         """Drop the mapping; the memory goes when the last engine drops its own."""
@@ -225,7 +220,17 @@ class HostTier:
         if item.locator < 0:
             return item.locator in self._lists
         first, count = item.locator & 0xFFFFFFFF, item.locator >> 32
-        return count > 0 and (first + count) * self.page_bytes <= self._backed
+        return count > 0 and (first + count) * self.page_bytes <= self.nbytes
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Back a memfd with memory, and say how far it is where that takes long. Raises: OSError."""
+    said = time.monotonic()
+    for start in range(0, nbytes, STEP_BYTES):
+        os.posix_fallocate(fd, start, min(STEP_BYTES, nbytes - start))
+        if time.monotonic() - said > _SAY_S:
+            said = time.monotonic()
+            _LOG.info("reserving memory: %d of %d MiB", start >> 20, nbytes >> 20)
 
 
 def populate(view: memoryview) -> None:

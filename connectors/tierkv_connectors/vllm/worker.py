@@ -248,8 +248,8 @@ class Worker(Reports):
                 continue
             try:
                 self._out.after(saving.mark)
-                units = self._write(saving, number, reservation)
-                visible = reservation.commit_written(units)
+                units, copied_s = self._write(saving, number, reservation)
+                visible = reservation.commit_written(units, copied_s)
                 self.counters["saved_blocks"] += visible
                 if number == 0 and visible == sum(bool(unit.length) for unit in units):
                     stored = b"".join(
@@ -262,12 +262,17 @@ class Worker(Reports):
                 reservation.abort()
         return stored
 
-    def _write(self, saving: _Saving, number: int, reservation: Reservation) -> list[Written]:
-        """Return what was written of a reservation's units, nothing from the first lost one on."""
+    def _write(
+        self, saving: _Saving, number: int, reservation: Reservation
+    ) -> tuple[list[Written], float]:
+        """Write a reservation's units, nothing from the first lost one on.
+
+        Returns: what was written, and the seconds it took without the pauses between.
+        """
         span = saving.save.spans[number]
         profiles, ratio = reservation.profiles, self._kept.ratio(span.group)
         shelf, tokens = self._shelves.own(span.group), self._kept.tokens
-        units = [GIVEN_UP] * len(reservation.units)
+        units, copied_s = [GIVEN_UP] * len(reservation.units), 0.0
         wanted = [
             [ids[unit * ratio :][:ratio] for ids in span.blocks] for unit in reservation.units
         ]
@@ -283,5 +288,7 @@ class Worker(Reports):
                 saving.left -= mine
             position = (span.start + reservation.units[index]) * tokens
             units[index] = shelf.writer.encode(block, profiles, pieces, position)
-            self._pace.copied(time.monotonic() - started)
-        return units
+            took = time.monotonic() - started
+            copied_s += took
+            self._pace.copied(took)
+        return units, copied_s
