@@ -297,6 +297,57 @@ def digest(pieces: Sequence[Buffer]) -> bytes:
     return state.digest()
 
 
+class Watch:
+    """Makes the checksums of a frame while it arrives: its bytes are in the core's caches then.
+
+    Args:
+        pieces: where the frame arrives, in order, header first.
+    """
+
+    def __init__(self, pieces: Sequence[Buffer]) -> None:
+        self._pieces = pieces
+        self._seen = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._at = 0
+        self._left: list[int] = []
+        self._state = xxhash.xxh3_128()
+        self._sums: list[bytes] = []
+
+    def landed(self, nbytes: int) -> None:
+        """Take in that the first `nbytes` lie there; no more than last time: it begins anew."""
+        if nbytes <= self._seen:
+            self._begin()
+        self._seen = nbytes
+        if not self._at:
+            header = parse(bytes(next(iter(cut(self._pieces, 0, MAX_HEADER_BYTES)), b"")))
+            if isinstance(header, Refusal) or header.header_bytes > nbytes:
+                return
+            self._at, self._left = header.header_bytes, list(header.segments)
+        while self._left and self._at < nbytes:
+            some = min(self._left[0], nbytes - self._at)
+            for piece in cut(self._pieces, self._at, some):
+                self._state.update(piece)
+            self._at += some
+            self._left[0] -= some
+            self._end_segments()
+
+    def verified(self, header: Header) -> bool | None:
+        """Return whether the checksums are those of a sealed header; None: not all was seen."""
+        if self._seen != header.frame_bytes or self._at != header.frame_bytes:
+            return None
+        count = len(self._sums)  # of a prefix, the segments behind it are empty
+        same = bool(header.checksums) and tuple(self._sums) == header.checksums[:count]
+        return same and not any(header.segments[count:])
+
+    def _end_segments(self) -> None:
+        while self._left and not self._left[0]:
+            self._left.pop(0)
+            self._sums.append(self._state.digest())
+            self._state = xxhash.xxh3_128()
+
+
 def cut(pieces: Sequence[Buffer], start: int, length: int) -> list[memoryview]:
     """Return views of `length` bytes from `start` of the pieces taken as one run of bytes."""
     if len(pieces) == 1:

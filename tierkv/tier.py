@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.frame import Watch
 from tierkv.part import Part
 
 ALIGN = 4096
@@ -96,6 +97,8 @@ class Item(NamedTuple):
     locator: int
     nbytes: int
     pieces: Sequence[memoryview]
+    watch: Watch | None = None
+    """Of a read: a tier that receives a frame in order tells it how far it has come."""
 
 
 class Space(NamedTuple):

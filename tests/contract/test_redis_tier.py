@@ -11,10 +11,12 @@ import pytest
 from tests.contract.tier_contract import MIB, TierContract
 from tests.frames import NAMESPACE, content, empty_item, key_of, make_frame
 from tests.redis_server import RedisFactory, RedisServer, free_port
+from tierkv import frame as frame_module
 from tierkv.fidelity import Fidelity
 from tierkv.tier import DONE, FrameId, SharedTier, Status, Tier
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv.tiers.redis_hash import PIECE_BYTES
+from tierkv.wrap import Sealed
 
 
 class TestRedisUnix(TierContract):
@@ -52,6 +54,21 @@ class TestRedisUnix(TierContract):
             assert content(item) == frame.data
         assert isinstance(tier, RedisTier)
         assert tier.drop([frame.id]) == [DONE]
+
+    @pytest.mark.parametrize("nbytes", [PIECE_BYTES, 3 * PIECE_BYTES + 77])
+    def test_a_frame_is_verified_while_it_arrives(
+        self, tier: Tier, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Afterwards its bytes would have to come from memory a second time."""
+        sound, harmed = make_frame(1, nbytes=nbytes), make_frame(2, nbytes=nbytes)
+        other = make_frame(2, nbytes=nbytes, version=1)
+        harmed = harmed._replace(data=harmed.data[:-9] + other.data[-9:])
+        items = [empty_item(one.id, self.put(tier, one), nbytes) for one in (sound, harmed)]
+        monkeypatch.delattr(frame_module, "verify")
+        assert isinstance(tier, RedisTier)
+        outcomes = Sealed(tier).read(items)
+        assert [outcome.status for outcome in outcomes] == [Status.DONE, Status.CORRUPT]
+        assert content(items[0]) == sound.data
 
     def test_another_tier_finds_reads_and_drops(self, tier: Tier, tmp_path: Path) -> None:
         frame = make_frame(1)

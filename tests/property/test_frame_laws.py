@@ -138,3 +138,44 @@ def test_lies_under_a_sound_checksum_cost_no_memory(edits: list[tuple[int, bytes
         assert parsed.payload_bytes <= frame.MAX_PAYLOAD_BYTES
         assert parsed.payload_bytes <= frame.payload_bound(parsed.raw_bytes)
         assert not frame.verify(parsed, [data])
+
+
+@given(
+    segments=st.integers(1, 9),
+    kept=st.integers(1, 9),
+    cuts=st.lists(st.sampled_from([4096, 8192, 12_288]), max_size=5),
+    steps=st.lists(st.integers(1, 40_000), max_size=12),
+    flip=st.none() | st.integers(0, 1 << 20),
+)
+def test_a_frame_watched_while_it_arrives_is_judged_as_afterwards(
+    segments: int, kept: int, cuts: list[int], steps: list[int], flip: int | None
+) -> None:
+    """Also where only the first segments are there, and where it comes a second time."""
+    sample = make_frame(3, nbytes=30_000, segments=segments)
+    head = sample.header.header_bytes
+    nbytes = head + sum(sample.header.segments[:kept])
+    pieces = sample.pieces(cuts)
+    if flip is not None:
+        at = head + flip % (30_000 - head)
+        (view,) = frame.cut(pieces, at, 1)
+        view[0] ^= 1
+    header = frame.shortened(sample.header, nbytes)
+    assert header is not None
+    watch = frame.Watch(pieces)
+    assert watch.verified(header) is None
+    for stop in [*sorted(min(step, nbytes) for step in steps), nbytes, 1000, nbytes]:
+        watch.landed(stop)
+    assert watch.verified(header) is frame.verify(header, pieces)
+    watch.landed(nbytes // 2)
+    assert watch.verified(header) is None
+
+
+def test_a_watch_says_nothing_of_what_is_no_frame() -> None:
+    sample = make_frame(3, nbytes=30_000)
+    watch = frame.Watch([memoryview(bytearray(32_768))])
+    watch.landed(30_000)
+    assert watch.verified(sample.header) is None
+    unsealed = make_frame(3, nbytes=30_000, seal=False)
+    watch = frame.Watch(unsealed.pieces())
+    watch.landed(30_000)
+    assert watch.verified(unsealed.header) is False

@@ -27,7 +27,7 @@ from tierkv.tiers.resp import Buffer, Connection, LostError, Refused, Reply, req
 
 PIECE_BYTES = (1 << 20) - 4096
 WRITE_WINDOW_BYTES = 4 << 20
-READ_WINDOW_BYTES = 2 << 20
+READ_WINDOW_BYTES = 3 << 20
 """Bytes on their way at once; two requests are allowed whatever their size. What is asked for lies
 in the server's output until it is sent: more than this leaves its caches."""
 UNPUBLISHED_S = 900
@@ -96,6 +96,11 @@ class _Ask(NamedTuple):
     views: list[memoryview]
     nbytes: int
     last: bool
+
+    @property
+    def stop(self) -> int:
+        """Bytes of the frame up to the piece's end."""
+        return self.number * PIECE_BYTES + self.nbytes
 
     def request(self) -> bytes:
         meta = (b"m",) if self.number == 0 else ()
@@ -254,6 +259,8 @@ def load(
         received = _receive(link, ask, live)
         flying -= ask.nbytes
         outcome = received if ask.number == 0 or outcome is DONE else outcome
+        if ask.job.item.watch is not None and outcome is DONE:
+            ask.job.item.watch.landed(ask.stop)
         if ask.last:
             outcomes[ask.job.number] = outcome
 
