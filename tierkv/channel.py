@@ -3,11 +3,10 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tierkv import calls
-from tierkv.control import Control
+from tierkv.control import Control, acts, deferred
 from tierkv.errors import TierKVError
 
 _log = logging.getLogger("tierkv.client")
@@ -38,24 +37,8 @@ class EmbeddedChannel:
         self._closed = False
         self._borrows = 0
         self._guard = threading.Lock()
-        self._acts: dict[type[calls.Call], Callable[[int, Any], Any]] = {
-            calls.MatchCall: control.match,
-            calls.SettleCall: control.settle,
-            calls.ReleaseCall: control.release,
-            calls.GetCall: control.get,
-            calls.ClaimCall: control.claim,
-            calls.PutCall: control.put,
-            calls.CommitCall: control.commit,
-            calls.AbortCall: control.abort,
-            calls.PolicyCall: control.policy,
-            calls.ExplainCall: control.explain,
-        }
-        self._deferred: dict[type[calls.Call], Callable[[Any, Callable[[Any], None]], None]] = {
-            calls.WaitCall: lambda call, done: control.wait(owner, call, done),
-            calls.FlushCall: control.flush,
-            calls.ClearCall: control.clear,
-            calls.StatCall: control.stat,
-        }
+        self._acts = acts(control)
+        self._deferred = deferred(control)
 
     def call(self, call: calls.Call, timeout_s: float | None = None) -> Any | None:  # noqa: ANN401
         try:
@@ -108,7 +91,7 @@ class EmbeddedChannel:
             answered.set()
 
         deadline = time.monotonic() + timeout_s
-        self._deferred[type(call)](call, done)
+        self._deferred[type(call)](self.owner, call, done)
         while not answered.is_set() and (left := deadline - time.monotonic()) > 0:
             answered.wait(min(left, self._tick()))
         return answers[0] if answers else None

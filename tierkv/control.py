@@ -76,3 +76,33 @@ class Control(Protocol):
 
     def close(self, grace_s: float) -> None:
         """Flush what is worth most within `grace_s` seconds and stop."""
+
+
+Act = Callable[[int, Any], Any]
+Later = Callable[[int, Any, Callable[[Any], None]], None]
+
+
+def acts(control: Control) -> dict[type[calls.Call], Act]:
+    """Return what answers each call at once, given its owner and the call."""
+    return {
+        calls.MatchCall: control.match,
+        calls.SettleCall: control.settle,
+        calls.ReleaseCall: control.release,
+        calls.GetCall: control.get,
+        calls.ClaimCall: control.claim,
+        calls.PutCall: control.put,
+        calls.CommitCall: control.commit,
+        calls.AbortCall: control.abort,
+        calls.PolicyCall: control.policy,
+        calls.ExplainCall: control.explain,
+    }
+
+
+def deferred(control: Control) -> dict[type[calls.Call], Later]:
+    """Return what answers each other call later, given its owner, the call and `done`."""
+    return {
+        calls.WaitCall: control.wait,
+        calls.FlushCall: lambda _owner, call, done: control.flush(call, done),
+        calls.ClearCall: lambda _owner, call, done: control.clear(call, done),
+        calls.StatCall: lambda _owner, call, done: control.stat(call, done),
+    }

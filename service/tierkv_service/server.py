@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tierkv import calls
-from tierkv.control import Control
+from tierkv.control import Control, acts, deferred
 from tierkv.errors import ErrorKind, TierKVError
 from tierkv_connectors import wire
 from tierkv_service import locks
@@ -69,25 +69,9 @@ class Server:
         self._sessions: set[Session] = set()
         self._next_number = int(time.time()) << 20  # no number of an earlier sidecar comes again
         self._received = bytearray(_RECEIVE_BYTES)
-        self._acts: dict[type[calls.Call], Callable[[int, Any], Any]] = {
-            calls.MatchCall: self._match,
-            calls.SettleCall: control.settle,
-            calls.ReleaseCall: control.release,
-            calls.GetCall: control.get,
-            calls.ClaimCall: control.claim,
-            calls.PutCall: control.put,
-            calls.CommitCall: control.commit,
-            calls.AbortCall: control.abort,
-            calls.PolicyCall: control.policy,
-            calls.ExplainCall: control.explain,
-        }
-        self._deferred: dict[type[calls.Call], Callable[[int, Any, Callable[[Any], None]], None]]
-        self._deferred = {
-            calls.WaitCall: control.wait,
-            calls.FlushCall: lambda _owner, call, done: control.flush(call, done),
-            calls.ClearCall: lambda _owner, call, done: control.clear(call, done),
-            calls.StatCall: lambda _owner, call, done: control.stat(call, done),
-        }
+        self._acts = acts(control)
+        self._acts[calls.MatchCall] = self._match
+        self._deferred = deferred(control)
         loop.tick = self._tick
         self._paused = True
         self._look_again = 0.0

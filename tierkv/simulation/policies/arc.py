@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tierkv.catalog import NONE, READY, Catalog, Rows
+from tierkv.catalog import NONE, READY, Catalog
+from tierkv.simulation.policies.queues import ByTier
 
 
 class _Kept(NamedTuple):
@@ -62,7 +63,8 @@ class _Tier:
             return False
         return True
 
-    def enter(self, row: int, kept: _Kept) -> None:
+    def enter(self, row: int, key: bytes, size: int) -> None:
+        kept = _Kept(key, size)
         for ghosts in (self.recent_ghosts, self.frequent_ghosts):
             if kept.key in ghosts:
                 ghosts.take(kept.key)
@@ -103,7 +105,7 @@ class _Tier:
         self.trim()
 
 
-class Arc:
+class Arc(ByTier[_Tier]):
     """Adaptive replacement, over blocks of one part.
 
     Args:
@@ -113,20 +115,7 @@ class Arc:
     name = "arc"
 
     def __init__(self, capacities: Sequence[int]) -> None:
-        self._tiers = [_Tier(capacity) for capacity in capacities]
-
-    def touched(self, view: Catalog, rows: Rows) -> None:
-        """Use a chain's placements from tail to head."""
-        for row in reversed(rows):
-            tier = self._tiers[view.tier[row]]
-            if not tier.use(row):
-                tier.enter(row, _Kept(view.key(row), view.allocated[row]))
-
-    def forgot(self, rows: Rows) -> None:
-        """Remember what is gone as ghosts."""
-        for row in rows:
-            for tier in self._tiers:
-                tier.forget(row)
+        super().__init__(capacities, _Tier)
 
     def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
         """Learn from what comes back; take all."""

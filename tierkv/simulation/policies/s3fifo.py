@@ -12,7 +12,8 @@ ask what would go must not change what goes.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from tierkv.catalog import READY, Catalog, Rows
+from tierkv.catalog import READY, Catalog
+from tierkv.simulation.policies.queues import ByTier
 
 SMALL_PARTS = 10
 """`small` is one of so many parts of a tier."""
@@ -67,14 +68,17 @@ class _Tier:
         for key in self.returning:
             self.ghost_bytes -= self.ghosts.pop(key)
 
-    def use(self, row: int) -> None:
-        """Count a use; what was to leave stays after all."""
+    def use(self, row: int) -> bool:
+        """Count a use, and let stay what was to leave; returns False for a row that is new."""
+        if row not in self.uses:
+            return False
         self.uses[row] = min(self.uses[row] + 1, MOST_USES)
         if row in self.leaving.rows:
             size = self.leaving.rows[row]
             self.leaving.remove(row)
             self.once.pop(row, None)
             self.main.put(row, size)
+        return True
 
     def step(self) -> None:
         """Let the first of a queue move on or leave."""
@@ -116,7 +120,7 @@ class _Tier:
                 self.ghost_bytes -= self.ghosts.popitem(last=False)[1]
 
 
-class S3Fifo:
+class S3Fifo(ByTier[_Tier]):
     """S3-FIFO over blocks of one part.
 
     Args:
@@ -126,22 +130,7 @@ class S3Fifo:
     name = "s3fifo"
 
     def __init__(self, capacities: Sequence[int]) -> None:
-        self._tiers = [_Tier(capacity) for capacity in capacities]
-
-    def touched(self, view: Catalog, rows: Rows) -> None:
-        """Use a chain's placements from tail to head."""
-        for row in reversed(rows):
-            tier = self._tiers[view.tier[row]]
-            if row in tier.uses:
-                tier.use(row)
-            else:
-                tier.enter(row, view.key(row), view.allocated[row])
-
-    def forgot(self, rows: Rows) -> None:
-        """Remember what left `small`."""
-        for row in rows:
-            for tier in self._tiers:
-                tier.forget(row)
+        super().__init__(capacities, _Tier)
 
     def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
         """Take all, and note which are remembered."""
