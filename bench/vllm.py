@@ -3,7 +3,8 @@
 Every engine computes with one OpenMP thread, on the same core: left alone, vLLM reserves two cores
 where there is a connector and one where there is none, and so computes with other threads. CPU
 seconds are those of all processes of an engine, in nanoseconds, until it is idle again; the
-sidecar's are its own. Engines take turns, prompt by prompt, in an order drawn anew.
+sidecar's are its own. Engines take turns, prompt by prompt, in an order drawn anew. `threads_s` is
+what of them the connector's own threads took, which no noise of the engine hides.
 
 cost: prompts that share nothing, beside the same connector with `load` and `save` off, which runs
 throughout. Contenders: tierkv; no connector; vLLM's bundled example connector, which keeps KV in
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ SEED = 7
 HOST_BYTES = 4 << 30
 OFFLOAD_BYTES = 2 << 30
 RESAMPLES = 10_000
+THREADS = "tierkv-"
+"""What the names of the connector's threads begin with."""
 CALLS = "calls.jsonl"
 
 
@@ -58,6 +61,8 @@ class Took(NamedTuple):
     cpu_s: float
     ttft_s: float
     cached: int
+    threads_s: float
+    """CPU seconds of the connector's own threads."""
 
 
 class Subject:
@@ -69,9 +74,19 @@ class Subject:
         main = psutil.Process(engine._process.pid)  # noqa: SLF001
         every = [main, *main.children(recursive=True)]
         self._clocks = [(~one.pid << 3) | 2 for one in every]  # CPU clocks of other processes
+        self._tasks = [Path(f"/proc/{one.pid}/task") for one in every]
 
     def cpu_s(self) -> float:
         return sum(time.clock_gettime(clock) for clock in self._clocks)
+
+    def threads_s(self) -> float:
+        """Return the CPU seconds of threads of ours, which `TimedConnector` names."""
+        found = 0
+        for task in (one for tasks in self._tasks for one in tasks.iterdir()):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                if (task / "comm").read_text().startswith(THREADS):
+                    found += int((task / "schedstat").read_text().split()[0])
+        return found / 1e9
 
     def settle(self) -> None:
         """Wait until what a request leaves to be done is done: saves, above all."""
@@ -83,11 +98,12 @@ class Subject:
                 return
 
     def ask(self, *prompts: Sequence[int]) -> Took:
-        before = self.cpu_s()
+        before, threads = self.cpu_s(), self.threads_s()
         answers = self.engine.generate(prompts, NEW)
         first = statistics.fmean(answer.ttft_s for answer in answers)
         self.settle()
-        return Took(self.cpu_s() - before, first, answers[0].cached)
+        used = self.cpu_s() - before
+        return Took(used, first, answers[0].cached, self.threads_s() - threads)
 
 
 def prompts(count: int, seed: str = str(SEED)) -> Iterator[list[int]]:
@@ -187,6 +203,9 @@ def cost(name: str, base: Subject, other: Subject, requests: int, at_once: int) 
             "difference": difference,
             "meets": difference["high"] < GOAL,
         }
+    threads = [one.threads_s for one in mine]
+    share = statistics.fmean(threads) / statistics.fmean(one.cpu_s for one in others)
+    found["threads_s"] = {"of": round(statistics.median(threads), 4), "share": round(share, 4)}
     return found
 
 
@@ -243,6 +262,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
                     f"{field} {found['of']}, beside {found['beside']}: {share['share']:+.2%} "
                     f"(95 %: {share['low']:+.2%} to {share['high']:+.2%})"
                 )
+            threads = row["threads_s"]
+            console.print(f"  its threads: {threads['of']} s of CPU, {threads['share']:.2%}")
         if row["name"] == "scheduler":
             console.print(
                 f"its scheduler, {row['steps']} steps: a call p99 {row['call_p99_us']} us, at most "

@@ -1,12 +1,14 @@
 """The connector with a clock: how long its calls keep vLLM's scheduler.
 
 Loaded by the engine (`kv_connector_module_path`); appends one line of JSON for each step, the
-seconds of its calls, to the file that TIERKV_BENCH_CALLS names.
+seconds of its calls, to the file that TIERKV_BENCH_CALLS names. Its threads have their names in the
+kernel too, where the benchmark looks for what they used.
 """
 
 import functools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from tierkv_connectors.vllm.connector import TierKVConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 P = ParamSpec("P")
@@ -42,12 +45,22 @@ class TimedConnector(TierKVConnector):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._named = 0
         if self._scheduler is None:
             return
         self._times: list[tuple[str, float]] = []
         self._out = Path(os.environ["TIERKV_BENCH_CALLS"])
         for name in CALLS:
             setattr(self, name, self._timed(name, getattr(self, name)))
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """Name threads that are new; asked on both sides with every step."""
+        if threading.active_count() != self._named:
+            self._named = threading.active_count()
+            for thread in threading.enumerate():
+                if thread.name.startswith("tierkv-"):
+                    Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name)
+        return super().get_kv_connector_stats()
 
     def _timed(self, name: str, call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)

@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from tierkv_connectors.device import Mark
+from tierkv_connectors.device.entered import Entered
 from tierkv_connectors.views import Views, gather, scatter
 
 
@@ -34,6 +35,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
+        self.entered = Entered()
 
     def lane(self, block_bytes: int) -> HostLane:
         """Return a lane."""
@@ -45,7 +47,9 @@ class HostDevice:
         return None
 
     def pin(self, arena: memoryview) -> None:
-        """Do nothing: host memory is as fast as it gets."""
+        """Begin to enter the arena into this process's page table."""
+        self.entered.begin(arena)
 
     def unpin(self) -> None:
-        """Do nothing."""
+        """Let go of the arena."""
+        self.entered.end()
