@@ -22,18 +22,16 @@ from numpy.typing import NDArray
 
 from tierkv_codecs.codec import CodecError, Place, Unsuited
 from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact
-from tierkv_codecs.kvtc_drift import drift_of, rounded
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
+from tierkv_codecs.kvtc_drift import losses_of, rounded
 from tierkv_codecs.kvtc_drift import tables as drift_tables
 from tierkv_codecs.kvtc_grades import (
     Group,
     Restored,
-    coarser,
-    groups_of,
+    coefficients_of,
     packed,
     packed_bytes,
-    picked,
     unpacked,
 )
 from tierkv_codecs.kvtc_rows import rows_of, write_rows
@@ -79,9 +77,11 @@ class Kvtc:
         exact = bytes_of(block[:, :, :sinks].cpu().contiguous()).numpy().tobytes()
         means = self._means(block.device)
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
-        groups = groups_of(self.artifact_file, rows, self.levels - 1)
-        self._watch(rows, groups)
-        lost = drift_of(self.artifact_file, rows[1], groups, self.levels)
+        found = coefficients_of(self.artifact_file, rows, self.levels - 1)
+        groups = found.groups(self.artifact_file, self.levels - 1)
+        at = np.linspace(0, len(rows[0]) - 1, min(GUARD_TOKENS, len(rows[0]))).astype(np.int64)
+        errors, lost = losses_of(self.artifact_file, rows, groups, self.levels, at)
+        self._watch(errors, found.grades[at])
         pieces = [self._segment(groups, lost[number], number) for number in range(self.levels)]
         pieces[0] = exact + packed(groups) + pieces[0]
         data = np.frombuffer(b"".join(pieces), np.uint8)
@@ -149,26 +149,14 @@ class Kvtc:
         keys, values = self.artifact_file.sides
         return keys.mean.to(device), values.mean.to(device)
 
-    def _watch(
-        self, rows: tuple[torch.Tensor, torch.Tensor], groups: Sequence[Group[np.int16]]
-    ) -> None:
-        """Compare the error that the block will have with that of calibration. Raises: Unsuited."""
-        tokens = len(rows[0])
-        if not tokens:
+    def _watch(self, errors: NDArray[np.float64], grades: NDArray[np.uint8]) -> None:
+        """Compare errors [side, tokens] with those of calibration. Raises: Unsuited."""
+        if not len(grades):
             return
-        artifact, level = self.artifact_file, self.levels - 1
-        at = np.linspace(0, tokens - 1, min(GUARD_TOKENS, tokens)).astype(np.int64)
-        plans = np.zeros(tokens, np.int64)
-        for group in groups:
-            plans[group.tokens] = artifact.plan(level, group.grade)
-        some, found = coarser(artifact, picked(groups, at), level), torch.from_numpy(at)
-        for side, of_side in enumerate(rows):
-            restored = Restored(artifact, some, side, level, of_side.device)
-            lost = of_side[found] - restored.features(slice(None)).float()
-            expected = [artifact.header.errors[plan][side] for plan in plans[at]]
-            error = weighted_energy(lost, artifact.sides[side].root).cpu() / torch.tensor(expected)
-            if float(error.mean()) > self.guard:
-                raise Unsuited("it is out of the artifact's domain")
+        plans = [self.artifact_file.plan(self.levels - 1, int(grade)) for grade in grades]
+        expected = np.array([self.artifact_file.header.errors[plan] for plan in plans]).T
+        if float((errors / expected).mean(1).max()) > self.guard:
+            raise Unsuited("it is out of the artifact's domain")
 
     def _segment(self, groups: Sequence[Group[np.int16]], lost: torch.Tensor, number: int) -> bytes:
         artifact, coded = self.artifact_file, []
@@ -219,14 +207,6 @@ def codecs_of(artifact: Artifact, guard: float = GUARD) -> tuple[Kvtc, ...]:
         Kvtc(artifact, number + 1, f"kvtc@{ratio:g}x", guard)
         for number, ratio in enumerate(artifact.header.ratios)
     )
-
-
-def weighted_energy(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return the energy of each row [tokens], in squared steps, in the metric of the basis."""
-    heads, dim, _ = root.shape
-    apart = rows.view(-1, heads, dim).permute(1, 2, 0)
-    solved: torch.Tensor = torch.linalg.solve(root.to(rows.device), apart)
-    return solved.square().sum((0, 1))
 
 
 def _cut(payload: torch.Tensor, segments: tuple[int, ...], most: int) -> list[bytes]:

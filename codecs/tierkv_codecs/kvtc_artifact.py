@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -22,10 +21,10 @@ from safetensors.torch import load, save
 from tierkv.errors import incompatible, invalid
 from tierkv.identity import Identity, LayerSpec
 from tierkv.part import Part
+from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
 from tierkv_codecs.kvtc_stream import (
     FIRST_SYMBOLS,
     NONE,
-    OFFSETS,
     SHIFTS,
     TOTAL,
     Level,
@@ -41,7 +40,6 @@ USUAL = 1
 """Grades are 0 to 3: tokens of 0 are coded more coarsely than most, of 2 and 3 more finely."""
 HEEDED = 256
 """So many leading coefficients of each side say a token's grade."""
-CENTRES = 3
 SIDES = ("k", "v")
 WIDE = 64.0
 """Components of a larger standard deviation, in steps, are computed in float32: bf16 has 8 bits."""
@@ -99,8 +97,10 @@ class Side(NamedTuple):
 class Ready(NamedTuple):
     """A side by one plan, as encoding and decoding need it: its first `rank` components.
 
-    wide: float32 [w, p], the first rows of the basis. synthesis: bfloat16 [rank + 2w, p], from
-    coefficients to features; 2w rows repeat the first w and hold what bf16 has lost of them.
+    wide: float32 [w, p], the first rows of the basis. synthesis: bfloat16 [p, 2w + rank]: makes
+    features of coefficients as `kvtc_grades.split` gives them: w columns are the first ones, w hold
+    what bf16 has lost of them, then all follow. Features stand first because a product is fastest
+    where the large matrix is the left one, row by row.
     """
 
     rank: int
@@ -181,31 +181,51 @@ class Artifact:
 
     def restored(self, side: int, plan: int, coarse: NDArray[np.int32]) -> torch.Tensor:
         """Return the coefficients float32 [rank, tokens] that indices by a plan stand for."""
-        ready, of_side = self.ready(side, plan), self.sides[side]
-        values = np.empty((ready.rank, coarse.shape[1]), np.float32)
-        shifts, centres = of_side.shifts[plan].numpy(), of_side.centres[plan].numpy()
-        _values(coarse, shifts, centres, OFFSETS, values)
+        values = np.empty((self.ready(side, plan).rank, coarse.shape[1]), np.float32)
+        restore(coarse, np.arange(coarse.shape[1]), self.cells(side, plan), values)
         return torch.from_numpy(values)
 
+    def cells(self, side: int, plan: int) -> Cells:
+        """Return the cells of a side's components by a plan."""
+        of = self.sides[side]
+        return Cells(of.shifts[plan].numpy(), of.centres[plan].numpy())
+
     @functools.cached_property
-    def _synthesis(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = (_features(side.basis, side.root).bfloat16() for side in self.sides)
-        return first, second
+    def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those first rows of each basis that are needed in full, by the finest plan."""
+        found = []
+        for of in self.sides:
+            least = WIDE * 2 ** int(of.shifts[-1].min())
+            found.append(of.wide[: max(int((of.deviation > least).sum()), 1)])
+        return found[0], found[1]
+
+    @functools.cached_property
+    def synthesis(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of both sides: see `Ready`, for all components."""
+        found = []
+        for of, wide in zip(self.sides, self.wide, strict=True):
+            narrow = _features(of.basis, of.root).bfloat16()
+            first = narrow[: len(wide)]
+            lost = (_features(wide, of.root) - first.float()).bfloat16()
+            found.append(torch.cat([first, lost, narrow]).T.contiguous())
+        return found[0], found[1]
+
+    @functools.cached_property
+    def inverses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverses of both sides' roots: features to their weighted form."""
+        keys, values = (torch.linalg.inv(side.root) for side in self.sides)
+        return keys, values
 
     @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
     def ready(self, side: int, plan: int) -> Ready:
         """Return a side as `plan` needs it."""
-        of = self.sides[side]
+        of, wide = self.sides[side], self.wide[side]
         coded = (of.shifts[plan] < NONE).nonzero()
-        rank = max(int(coded.max()) + 1 if len(coded) else 1, self.heed.shape[1])
-        # Tokens of the finest grade have the same first coefficients.
-        finest = min(plan + self.header.grades[-1], len(of.shifts) - 1)
-        least = WIDE * 2 ** int(of.shifts[finest].min())
-        wide = of.wide[: max(int((of.deviation[:rank] > least).sum()), 1)]
-        synthesis = self._synthesis[side]
-        lost = _features(wide, of.root) - synthesis[: len(wide)].float()
-        rows = (synthesis[:rank], synthesis[: len(wide)], lost.bfloat16())
-        return Ready(rank, of.basis[:rank], wide, torch.cat(rows))
+        last = int(coded.max()) + 1 if len(coded) else 1
+        # Tokens of every grade have the same first coefficients.
+        rank = max(last, self.heed.shape[1], len(wide))
+        synthesis = self.synthesis[side][:, : 2 * len(wide) + rank]
+        return Ready(rank, of.basis[:rank], wide, synthesis)
 
 
 def project(rows: torch.Tensor, ready: Ready) -> torch.Tensor:
@@ -216,27 +236,6 @@ def project(rows: torch.Tensor, ready: Ready) -> torch.Tensor:
     return coefficients
 
 
-@njit(nogil=True, cache=True)
-def _values(coarse, shifts, centres, offsets, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Fill float32 [rank, tokens] with the reconstruction of each index."""
-    for c in range(out.shape[0]):
-        shift = shifts[c]
-        if shift >= offsets.size:
-            out[c] = 0.0
-            continue
-        step = np.float32(1 << shift)
-        edge = np.float32(offsets[shift]) + np.float32(0.5)
-        for t in range(out.shape[1]):
-            index = coarse[c, t]
-            magnitude = abs(index)
-            if magnitude == 0:
-                out[c, t] = 0.0
-            else:
-                centre = np.float32(centres[c, min(magnitude, CENTRES) - 1]) / np.float32(255)
-                value = (np.float32(magnitude) + centre) * step - edge
-                out[c, t] = value if index > 0 else -value
-
-
 def _u16(tensor: torch.Tensor) -> NDArray[np.uint16]:
     array: NDArray[np.uint16] = tensor.contiguous().numpy().view(np.uint16)
     return array
@@ -244,9 +243,14 @@ def _u16(tensor: torch.Tensor) -> NDArray[np.uint16]:
 
 def _features(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     """Return float32 [n, p]: what one step along each row of a basis means in features."""
+    return _weighted(_weighted(rows, root), root)
+
+
+def _weighted(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return rows [n, p] times a symmetric root, head by head, float32."""
     heads, dim, _ = root.shape
     apart = rows.float().view(-1, heads, dim).transpose(0, 1)
-    return torch.bmm(torch.bmm(apart, root), root).transpose(0, 1).reshape(len(rows), -1)
+    return torch.bmm(apart, root).transpose(0, 1).reshape(len(rows), -1)
 
 
 def pack(

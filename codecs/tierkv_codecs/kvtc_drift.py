@@ -12,41 +12,87 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv_codecs.kvtc_artifact import Artifact, Ready, Side
-from tierkv_codecs.kvtc_grades import Group, coarser, restored, split
+from tierkv_codecs.kvtc_artifact import Artifact, Side
+from tierkv_codecs.kvtc_cells import add_sums
+from tierkv_codecs.kvtc_grades import Group, features_of, sampled
 from tierkv_codecs.kvtc_stream import MOST, NONE, SHIFTS, Level, Tables
 
 
-def drift(rows: torch.Tensor, means: torch.Tensor, side: Side, ready: Ready) -> torch.Tensor:
-    """Return the weighted mean error at each level, float32 [levels, features], in steps.
+def drift_of(
+    artifact: Artifact, values: torch.Tensor, groups: Sequence[Group[np.int16]], levels: int
+) -> torch.Tensor:
+    """Return the drift of values at each of the first levels, float32 [levels, features], in steps.
 
     Args:
-        rows: [token, features] of the values, centred.
-        means: float32 [rank, levels], over tokens, of the coefficients that a reader will have.
-        side: of the values.
-        ready: at the finest of the levels.
+        artifact: that the block is coded with.
+        values: centred rows [token, features].
+        groups: of the block, as finest indices.
+        levels: how many.
     """
-    if not len(rows):
-        return torch.zeros(means.shape[1], rows.shape[1])
-    found = split(means, len(ready.wide)).to(rows.device)
-    lost = rows.mean(0) - (found.T @ ready.synthesis.to(rows.device)).float()
-    blocks, dim, _ = side.root.shape
-    apart = lost.cpu().view(-1, blocks, dim).permute(1, 2, 0)
-    weighted: torch.Tensor = torch.linalg.solve(side.root, apart)
-    return weighted.permute(2, 0, 1).flatten(1)
+    (means,) = _remade(artifact, 1, [_means(artifact, groups, levels)], values.device)
+    return _drift(artifact, values, means)
 
 
-def drift_of(
-    artifact: Artifact, rows: torch.Tensor, groups: Sequence[Group[np.int16]], levels: int
-) -> torch.Tensor:
-    """Return the drift of values at each of the first levels, from their finest indices."""
+def losses_of(
+    artifact: Artifact,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    groups: Sequence[Group[np.int16]],
+    levels: int,
+    tokens: NDArray[np.int64],
+) -> tuple[NDArray[np.float64], torch.Tensor]:
+    """Return the squared error of some tokens, in squared steps [side, tokens], and the drift.
+
+    The error is that at the last of the levels; drift is that of `drift_of`. One product serves
+    both: it takes as long as it takes to read its matrix.
+    """
+    if not len(tokens):
+        return np.zeros((2, 0)), torch.zeros(levels, rows[1].shape[1])
+    some = [sampled(artifact, groups, side, levels - 1, tokens) for side in (0, 1)]
+    (keys,) = _remade(artifact, 0, some[:1], rows[0].device)
+    columns = [some[1], _means(artifact, groups, levels)]
+    values, means = _remade(artifact, 1, columns, rows[1].device)
+    at, errors = torch.from_numpy(tokens), []
+    for side, found in enumerate((keys, values)):
+        lost = _weighted(artifact, side, rows[side][at].T - found)
+        errors.append(lost.double().square().sum(0).numpy())
+    return np.stack(errors), _drift(artifact, rows[1], means)
+
+
+def _means(artifact: Artifact, groups: Sequence[Group[np.int16]], levels: int) -> torch.Tensor:
+    """Return the mean coefficients of values that a reader of each level has [rank, levels]."""
     finest = max((group.grade for group in groups), default=0)
-    ready = artifact.ready(1, artifact.plan(levels - 1, finest))
-    means = torch.zeros(ready.rank, levels)
-    for number in range(levels):
-        found = restored(artifact, coarser(artifact, groups, number), 1, number)
-        means[: len(found), number] = found.sum(1) / max(len(rows), 1)
-    return drift(rows, means, artifact.sides[1], ready)
+    sums = np.zeros((levels, artifact.ready(1, artifact.plan(levels - 1, finest)).rank))
+    for group in groups:
+        for number in range(levels):
+            plan = artifact.plan(number, group.grade)
+            add_sums(group.sides[1], artifact.cells(1, plan), sums[number])
+    tokens = sum(len(group.tokens) for group in groups)
+    return torch.from_numpy(sums.T / max(tokens, 1)).float()
+
+
+def _remade(
+    artifact: Artifact, side: int, columns: Sequence[torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return what columns of coefficients are in features, each float32 [features, columns]."""
+    whole = torch.zeros(max(map(len, columns)), sum(of.shape[1] for of in columns))
+    start = 0
+    for of in columns:
+        whole[: len(of), start : start + of.shape[1]] = of
+        start += of.shape[1]
+    found = features_of(artifact, side, whole, device)
+    return torch.split(found, [of.shape[1] for of in columns], 1)
+
+
+def _drift(artifact: Artifact, values: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    if not len(values):
+        return torch.zeros(means.shape[1], values.shape[1])
+    return _weighted(artifact, 1, values.mean(0)[:, None] - means).T
+
+
+def _weighted(artifact: Artifact, side: int, features: torch.Tensor) -> torch.Tensor:
+    """Return features [features, columns] in the metric of the basis, in steps."""
+    inverse = artifact.inverses[side]
+    return torch.bmm(inverse, features.cpu().view(*inverse.shape[:2], -1)).flatten(0, 1)
 
 
 def rounded(weighted: torch.Tensor, step: float) -> NDArray[np.int16]:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierkv_codecs.bits import Floats
 from tierkv_codecs.codec import Unsuited
-from tierkv_codecs.kvtc_artifact import USUAL, Artifact, project
-from tierkv_codecs.kvtc_stream import MOST
+from tierkv_codecs.kvtc_artifact import GRADES, USUAL, Artifact, project
+from tierkv_codecs.kvtc_cells import Columns, indices_of, restore, restore_finest
 
 GRADES_PER_BYTE = 4
 N = TypeVar("N", bound=np.signedinteger[Any])
@@ -32,10 +33,42 @@ class Group(NamedTuple, Generic[N]):
     sides: tuple[NDArray[N], NDArray[N]]
 
 
-def groups_of(
+class Coefficients(NamedTuple):
+    """A block in steps, as finely as each token needs it at a level.
+
+    usual: float32 [rank, tokens] of both sides, for the tokens up to the usual grade. finest: of
+    the tokens `fine`, that have a higher grade, up to their own ranks. grades: uint8 [tokens].
+    """
+
+    grades: NDArray[np.uint8]
+    usual: tuple[Floats, ...]
+    fine: NDArray[np.int64]
+    finest: tuple[Floats, ...]
+
+    def of(self, grade: int, tokens: NDArray[np.int64]) -> tuple[tuple[Floats, ...], Columns]:
+        """Return both sides' coefficients of tokens of a grade, and in which columns they are."""
+        if grade > USUAL:
+            return self.finest, np.searchsorted(self.fine, tokens)
+        return self.usual, tokens
+
+    def groups(self, artifact: Artifact, level: int) -> list[Group[np.int16]]:
+        """Return the block as indices, by grades."""
+        found = []
+        for grade in np.unique(self.grades):
+            tokens, plan = np.flatnonzero(self.grades == grade), artifact.plan(level, int(grade))
+            values, columns = self.of(int(grade), tokens)
+            keys, rest = (
+                indices_of(of_side, columns, artifact.ready(side, plan).rank)
+                for side, of_side in enumerate(values)
+            )
+            found.append(Group(int(grade), tokens, (keys, rest)))
+        return found
+
+
+def coefficients_of(
     artifact: Artifact, rows: tuple[torch.Tensor, torch.Tensor], level: int
-) -> list[Group[np.int16]]:
-    """Return centred rows [tokens, features] of both sides as indices at a level, by grades.
+) -> Coefficients:
+    """Return centred rows [tokens, features] of both sides in steps.
 
     Raises: Unsuited for rows that are not finite.
     """
@@ -48,36 +81,79 @@ def groups_of(
         raise Unsuited("it has values that are not finite")
     count = artifact.heed.shape[1]
     grades = artifact.grades((usual[0][:count], usual[1][:count]))
+    plain = [side.cpu().numpy() for side in usual]
+    finest = [
+        _finest(artifact, number, side, plain[number], level, grades)
+        for number, side in enumerate(rows)
+    ]
+    return Coefficients(grades, tuple(plain), np.flatnonzero(grades > USUAL), tuple(finest))
+
+
+def groups_of(
+    artifact: Artifact, rows: tuple[torch.Tensor, torch.Tensor], level: int
+) -> list[Group[np.int16]]:
+    """Return centred rows [tokens, features] of both sides as indices at a level, by grades.
+
+    Raises: Unsuited for rows that are not finite.
+    """
+    return coefficients_of(artifact, rows, level).groups(artifact, level)
+
+
+def _finest(
+    artifact: Artifact,
+    side: int,
+    rows: torch.Tensor,
+    usual: Floats,
+    level: int,
+    grades: NDArray[np.uint8],
+) -> Floats:
+    """Return a side's coefficients of those tokens that need more than the usual ones.
+
+    A basis is read from memory once for a few tokens, so no token has more of it than it needs.
+    """
     fine = np.flatnonzero(grades > USUAL)
-    finest = _finer(artifact, rows, level, fine, int(grades.max(initial=0)))
-    found = []
-    for grade in np.unique(grades):
-        tokens, plan = np.flatnonzero(grades == grade), artifact.plan(level, int(grade))
-        sides = []
-        for number in (0, 1):
-            rank = artifact.ready(number, plan).rank
-            if grade > USUAL:
-                part = finest[number][:rank, torch.from_numpy(np.searchsorted(fine, tokens))]
-            else:
-                part = usual[number][:rank, torch.from_numpy(tokens)]
-            whole = part.round_().clamp_(-MOST, MOST).to(torch.int16)
-            sides.append(np.ascontiguousarray(whole.cpu().numpy()))
-        found.append(Group(int(grade), tokens, (sides[0], sides[1])))
+    done, most = len(usual), artifact.ready(side, artifact.plan(level, int(grades.max(initial=0))))
+    found = np.zeros((max(most.rank, done), len(fine)), np.float32)
+    found[:done] = usual[:, fine]
+    for grade in range(USUAL + 1, int(grades.max(initial=0)) + 1):
+        ready, mine = artifact.ready(side, artifact.plan(level, grade)), grades[fine] >= grade
+        if ready.rank > done and mine.any():
+            some = rows[torch.from_numpy(fine[mine])].bfloat16()
+            more = ready.basis[done:].to(rows.device) @ some.T
+            found[done : ready.rank, mine] = more.float().cpu().numpy()
+        done = max(done, ready.rank)
     return found
 
 
-def _finer(
+def sampled(
     artifact: Artifact,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    groups: Sequence[Group[np.int16]],
+    side: int,
     level: int,
     tokens: NDArray[np.int64],
-    grade: int,
-) -> list[torch.Tensor]:
-    """Return both sides' coefficients of those tokens that need more than the usual ones."""
-    if not len(tokens):
-        return []
-    some, plan = torch.from_numpy(tokens), artifact.plan(level, grade)
-    return [project(side[some], artifact.ready(number, plan)) for number, side in enumerate(rows)]
+) -> torch.Tensor:
+    """Return the coefficients of some tokens that a reader of a level has, float32 [rank, some]."""
+    found = []
+    for group in groups:
+        mine = np.flatnonzero(np.isin(group.tokens, tokens))
+        if len(mine):
+            found.append((group, mine, artifact.plan(level, group.grade)))
+    ranks = [artifact.ready(side, plan).rank for _, _, plan in found]
+    whole = np.zeros((max(ranks), len(tokens)), np.float32)
+    for (group, mine, plan), rank in zip(found, ranks, strict=True):
+        indices = np.ascontiguousarray(group.sides[side][:rank, mine])
+        columns = np.searchsorted(tokens, group.tokens[mine])
+        restore_finest(indices, columns, artifact.cells(side, plan), whole[:rank])
+    return torch.from_numpy(whole)
+
+
+def features_of(
+    artifact: Artifact, side: int, values: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return what coefficients [rank, tokens] are in features, float32 [features, tokens]."""
+    wide = len(artifact.wide[side])
+    synthesis = artifact.synthesis[side][:, : 2 * wide + len(values)]
+    return (synthesis.to(device) @ split(values, wide).to(device)).float()
 
 
 def packed(groups: Sequence[Group[Any]]) -> bytes:
@@ -110,29 +186,40 @@ def unpacked(artifact: Artifact, data: bytes, tokens: int) -> list[Group[np.int3
 
 def restored(
     artifact: Artifact, groups: Sequence[Group[np.int32]], side: int, level: int
-) -> torch.Tensor:
-    """Return the coefficients that a reader of a level has, float32 [rank, tokens].
+) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    """Return the coefficients that a reader of a level has, and which tokens have more of them.
 
-    `groups` hold indices as they are at the level; the rank is that of the finest grade.
+    Float32 [rank, tokens] of all tokens, [more, some] of the components behind the usual ones, and
+    these tokens. `groups` hold indices as they are at the level.
     """
-    plans = [artifact.plan(level, group.grade) for group in groups]
-    rank = max((artifact.ready(side, plan).rank for plan in plans), default=1)
+    usual = artifact.ready(side, artifact.plan(level, USUAL)).rank
+    ranks = [artifact.ready(side, artifact.plan(level, group.grade)).rank for group in groups]
+    fine = [group.tokens for group in groups if group.grade > USUAL]
+    some = np.concatenate([np.empty(0, np.int64), *fine])
     tokens = sum(len(group.tokens) for group in groups)
-    whole = torch.zeros(rank, tokens)
-    for group, plan in zip(groups, plans, strict=True):
-        values = artifact.restored(side, plan, group.sides[side])
-        whole[: len(values), torch.from_numpy(group.tokens)] = values
-    return whole
+    whole = np.zeros((usual, tokens), np.float32)
+    more = np.zeros((max([usual, *ranks]) - usual, len(some)), np.float32)
+    done = 0
+    for group, rank in zip(groups, ranks, strict=True):
+        coarse = group.sides[side]
+        cells = artifact.cells(side, artifact.plan(level, group.grade))
+        first = min(usual, rank)
+        restore(coarse, group.tokens, cells, whole[:first])
+        if group.grade > USUAL:
+            columns = np.arange(done, done + len(group.tokens))
+            restore(coarse[usual:], columns, cells.behind(usual), more[: rank - first])
+            done += len(group.tokens)
+    return torch.from_numpy(whole), torch.from_numpy(more), some
 
 
 def split(values: torch.Tensor, wide: int) -> torch.Tensor:
-    """Return bf16 values, then what bf16 has lost of the first `wide` ones, then those again.
+    """Return what bf16 loses of the first `wide` values, those in bf16, and then all in bf16.
 
-    The rows [rank + 2 wide, tokens] belong to those of `Ready.synthesis`.
+    The rows [2 wide + rank, tokens] belong to the columns of `Ready.synthesis`.
     """
     narrow = values.bfloat16()
     first = narrow[:wide]
-    return torch.cat([narrow, (values[:wide] - first.float()).bfloat16(), first])
+    return torch.cat([(values[:wide] - first.float()).bfloat16(), first, narrow])
 
 
 class Restored:
@@ -152,44 +239,18 @@ class Restored:
         device: torch.device,
     ) -> None:
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        whole = restored(artifact, groups, side, level).to(device)
-        padded = torch.zeros(max(ready.rank - len(whole), 0), whole.shape[1], device=device)
-        usual = torch.cat([whole[: ready.rank], padded])
-        self._usual, self._synthesis = split(usual, len(ready.wide)).T, ready.synthesis.to(device)
-        tokens = [group.tokens for group in groups if group.grade > USUAL]
-        self._fine = torch.from_numpy(np.concatenate(tokens)) if tokens else None
-        if self._fine is not None:
-            grade = max(group.grade for group in groups)
-            finer = artifact.ready(side, artifact.plan(level, grade))
-            self._rest = whole[ready.rank :, self._fine].bfloat16().T
-            self._more = finer.synthesis[ready.rank : finer.rank].to(device)
+        usual, more, some = restored(artifact, groups, side, level)
+        self._usual = split(usual, len(ready.wide)).to(device)
+        self._synthesis = ready.synthesis.to(device)
+        self._some = torch.from_numpy(some).to(device)
+        self._rest = more.bfloat16().to(device)
+        finest = artifact.ready(side, artifact.plan(level, GRADES - 1)).synthesis
+        behind = self._synthesis.shape[1]
+        self._more = finest[:, behind : behind + len(more)].to(device)
 
     def features(self, span: slice) -> torch.Tensor:
         """Return centred features of a run, bfloat16 [tokens, features]."""
-        found = self._usual @ self._synthesis[:, span]
-        if self._fine is not None:
-            found[self._fine] += self._rest @ self._more[:, span]
-        return found
-
-
-def picked(groups: Sequence[Group[N]], tokens: NDArray[np.int64]) -> list[Group[N]]:
-    """Return some tokens of a block, in rising order, as a block of their own."""
-    found = []
-    for grade, at, sides in groups:
-        mine = np.flatnonzero(np.isin(at, tokens))
-        if len(mine):
-            keys, values = (np.ascontiguousarray(side[:, mine]) for side in sides)
-            found.append(Group(grade, np.searchsorted(tokens, at[mine]), (keys, values)))
-    return found
-
-
-def coarser(
-    artifact: Artifact, groups: Sequence[Group[np.int16]], level: int
-) -> list[Group[np.int32]]:
-    """Return groups of finest indices as they are at a level."""
-    found = []
-    for grade, tokens, sides in groups:
-        plan = artifact.plan(level, grade)
-        keys, values = (artifact.coarse(side, plan, sides[side]) for side in (0, 1))
-        found.append(Group(grade, tokens, (keys, values)))
-    return found
+        found = self._synthesis[span] @ self._usual
+        if self._rest.numel():
+            found[:, self._some] += self._more[span] @ self._rest
+        return found.T

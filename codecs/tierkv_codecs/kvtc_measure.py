@@ -6,11 +6,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from tierkv_codecs.kvtc_cells import CENTRE_UNIT, CENTRES
 from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, MOST, OFFSETS, SHIFTS, TOTAL
 
-CENTRES = 3
-"""Cells of magnitude 1, 2 and more have a place of their own for their reconstruction."""
-CENTRE_UNIT = 255
 LARGEST = MOST
 DOUBT = 0.3
 """What is added to every count before it becomes a probability."""

@@ -4,15 +4,36 @@ On a CPU two fused kernels do it; the torch functions beside them say what they 
 any device.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
-from tierkv.identity import LayerSpec, Rope
+from tierkv.identity import LayerSpec
+from tierkv_codecs.bits import (
+    KERNEL_DTYPES,
+    Floats,
+    Integers,
+    float_of,
+    kernel,
+    least,
+    most,
+    upper_bits,
+)
 from tierkv_codecs.rope import rope, rotary_dim, table, unrope
+from tierkv_codecs.tensors import bits_of
+
+
+class Turn(NamedTuple):
+    """Neighbouring layers with one RoPE: cos and sin [token, pair]."""
+
+    start: int
+    stop: int
+    interleaved: bool
+    cos: Floats
+    sin: Floats
 
 
 def rows_of(
@@ -30,13 +51,16 @@ def rows_of(
     """
     if block.device.type != "cpu":
         return plain_rows_of(block, layers, position, means)
-    values = block.float().contiguous().numpy()
-    count, _, tokens, heads, dim = values.shape
-    keys, rest = (np.empty((tokens, count * heads * dim), np.float32) for _ in range(2))
-    for number, layer in enumerate(layers):
-        turn = _turn(layer.rope, dim, position, tokens, inverse=True)
-        _gather(values[number], *turn, number, means[0].numpy(), means[1].numpy(), keys, rest)
-    return torch.from_numpy(keys), torch.from_numpy(rest)
+    source = block if block.dtype in KERNEL_DTYPES else block.float()
+    bits = bits_of(source).flatten(3).numpy()
+    count, _, tokens, width = bits.shape
+    keys, values = (np.empty((tokens, count * width), np.float32) for _ in range(2))
+    key_mean, value_mean = (mean.numpy() for mean in means)
+    dim = block.shape[4]
+    for turn in _turns(layers, dim, position, tokens, inverse=True):
+        by = 8 * (4 - source.itemsize)
+        _gather(bits, by, dim, turn, key_mean, value_mean, keys, values)
+    return torch.from_numpy(keys), torch.from_numpy(values)
 
 
 def plain_rows_of(
@@ -64,15 +88,19 @@ def write_rows(
     if out.device.type != "cpu":
         plain_write_rows(rows, layers, position, means, out)
         return
-    keys, rest = (side.float().contiguous().numpy() for side in rows)
-    count, _, tokens, heads, dim = out.shape
-    values = np.empty((count, 2, tokens, heads, dim), np.float32)
-    most = torch.finfo(out.dtype).max
-    for number, layer in enumerate(layers):
-        turn = _turn(layer.rope, dim, position, tokens, inverse=False)
-        sides = (means[0].numpy(), means[1].numpy(), keys, rest)
-        _scatter(values[number], *turn, number, *sides, np.float32(most))
-    out.copy_(torch.from_numpy(values))
+    plain = out.dtype in KERNEL_DTYPES and out.stride()[3:] == (out.shape[4], 1)
+    into = out if plain else torch.empty(out.shape)
+    keys, values = (
+        bits_of(side if side.dtype in KERNEL_DTYPES else side.float()).numpy() for side in rows
+    )
+    by, of_rows = 8 * (4 - into.itemsize), 8 * (4 - keys.itemsize)
+    limit = np.float32(torch.finfo(out.dtype).max)
+    key_mean, value_mean = (mean.numpy() for mean in means)
+    bits, dim = bits_of(into).flatten(3).numpy(), out.shape[4]
+    for turn in _turns(layers, dim, position, out.shape[2], inverse=False):
+        _scatter(bits, by, dim, turn, key_mean, value_mean, keys, values, of_rows, limit)
+    if into is not out:
+        out.copy_(into)
 
 
 def plain_write_rows(
@@ -84,63 +112,122 @@ def plain_write_rows(
 ) -> None:
     """Do as `write_rows`, in torch alone."""
     count, _, tokens, heads, dim = out.shape
-    most = torch.finfo(out.dtype).max
+    most_of = torch.finfo(out.dtype).max
     keys, values = (
         (side.float() + mean).view(tokens, count, heads, dim).transpose(0, 1)
         for side, mean in zip(rows, means, strict=True)
     )
-    out[:, 0] = rope(keys, layers, position).clamp_(-most, most).to(out.dtype)
-    out[:, 1] = values.clamp(-most, most).to(out.dtype)
+    out[:, 0] = rope(keys, layers, position).clamp_(-most_of, most_of).to(out.dtype)
+    out[:, 1] = values.clamp(-most_of, most_of).to(out.dtype)
 
 
-def _turn(one: Rope, dim: int, position: int, tokens: int, *, inverse: bool) -> tuple[Any, ...]:
-    """Return cos and sin [token, pairs], the stride of pairs, and the step within one."""
-    pairs = rotary_dim(one, dim) // 2
-    if not pairs:
-        nothing = np.zeros((tokens, 0), np.float32)
-        return nothing, nothing, 1, 0
-    cos, sin = table(one, dim, position, tokens, inverse=inverse)
-    return (cos, sin, 2, 1) if one.interleaved else (cos, sin, 1, pairs)
+def _turns(
+    layers: Sequence[LayerSpec], dim: int, position: int, tokens: int, *, inverse: bool
+) -> Iterator[Turn]:
+    """Yield the runs of layers that have one RoPE. Raises: Unsuited for one that is not known."""
+    start = 0
+    for one, run in groupby(layer.rope for layer in layers):
+        stop = start + len(list(run))
+        cos, sin = np.zeros((2, tokens, 0), np.float32)
+        if rotary_dim(one, dim):
+            cos, sin = table(one, dim, position, tokens, inverse=inverse)
+        yield Turn(start, stop, one.interleaved, cos, sin)
+        start = stop
 
 
-def _jit(function: Any) -> Any:  # noqa: ANN401 - numba has no types
-    return njit(nogil=True, cache=True)(function)
+# All heads of a token at a time: a call costs as much as a few hundred values. Every innermost loop
+# runs over slices from their start, or it would not be vectorised.
 
 
-@_jit
-def _gather(block, cos, sin, stride, step, number, key_mean, value_mean, keys, values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
-    _, tokens, heads, dim = block.shape
-    pairs = cos.shape[1]
-    for t in range(tokens):
-        for h in range(heads):
-            at = (number * heads + h) * dim
-            for i in range(dim):
-                values[t, at + i] = block[1, t, h, i] - value_mean[at + i]
-            for i in range(2 * pairs, dim):
-                keys[t, at + i] = block[0, t, h, i] - key_mean[at + i]
-            for i in range(pairs):
-                one, two = i * stride, i * stride + step
-                x, y = block[0, t, h, one], block[0, t, h, two]
-                keys[t, at + one] = x * cos[t, i] - y * sin[t, i] - key_mean[at + one]
-                keys[t, at + two] = y * cos[t, i] + x * sin[t, i] - key_mean[at + two]
+@kernel
+def _load(bits: Integers, by: int, to: Floats) -> None:
+    if by:  # a shift that the compiler knows takes 32 bits, another one 64
+        for i in range(len(to)):
+            to[i] = float_of(np.int32(bits[i]) << 16)
+    else:
+        for i in range(len(to)):
+            to[i] = float_of(np.int32(bits[i]))
 
 
-@_jit
-def _scatter(block, cos, sin, stride, step, number, key_mean, value_mean, keys, values, most):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
-    _, tokens, heads, dim = block.shape
-    pairs = cos.shape[1]
-    for t in range(tokens):
-        for h in range(heads):
-            at = (number * heads + h) * dim
-            for i in range(dim):
-                v = values[t, at + i] + value_mean[at + i]
-                block[1, t, h, i] = min(max(v, -most), most)
-            for i in range(2 * pairs, dim):
-                v = keys[t, at + i] + key_mean[at + i]
-                block[0, t, h, i] = min(max(v, -most), most)
-            for i in range(pairs):
-                one, two = i * stride, i * stride + step
-                x = keys[t, at + one] + key_mean[at + one]
-                y = keys[t, at + two] + key_mean[at + two]
-                block[0, t, h, one] = min(max(x * cos[t, i] - y * sin[t, i], -most), most)
-                block[0, t, h, two] = min(max(y * cos[t, i] + x * sin[t, i], -most), most)
+@kernel
+def _store(line: Floats, limit: np.float32, by: int, bits: Integers) -> None:
+    for i in range(len(line)):
+        bits[i] = upper_bits(least(most(line[i], -limit), limit), by)
+
+
+@kernel
+def _rotate(line: Floats, dim: int, cos: Floats, sin: Floats, interleaved: bool) -> None:  # noqa: FBT001
+    """Turn the leading dimensions of heads in place (see `rope.table`)."""
+    half = len(cos)
+    for start in range(0, len(line), dim):
+        if interleaved:
+            pairs = line[start : start + 2 * half]
+            for i in range(half):
+                one, other = pairs[2 * i], pairs[2 * i + 1]
+                pairs[2 * i] = one * cos[i] - other * sin[i]
+                pairs[2 * i + 1] = other * cos[i] + one * sin[i]
+            continue
+        first, second = line[start : start + half], line[start + half : start + 2 * half]
+        for i in range(half):
+            one, other = first[i], second[i]
+            first[i] = one * cos[i] - other * sin[i]
+            second[i] = other * cos[i] + one * sin[i]
+
+
+@kernel
+def _gather(
+    block: Integers,
+    by: int,
+    dim: int,
+    turn: Turn,
+    key_mean: Floats,
+    value_mean: Floats,
+    keys: Floats,
+    values: Floats,
+) -> None:
+    """Fill the features of some layers from the upper bits of [layer, side, token, width]."""
+    _, _, tokens, width = block.shape
+    for layer in range(turn.start, turn.stop):
+        start, stop = layer * width, (layer + 1) * width
+        key_middle, value_middle = key_mean[start:stop], value_mean[start:stop]
+        for t in range(tokens):
+            line = values[t, start:stop]
+            _load(block[layer, 1, t], by, line)
+            for i in range(width):
+                line[i] -= value_middle[i]
+            line = keys[t, start:stop]
+            _load(block[layer, 0, t], by, line)
+            _rotate(line, dim, turn.cos[t], turn.sin[t], turn.interleaved)
+            for i in range(width):
+                line[i] -= key_middle[i]
+
+
+@kernel
+def _scatter(  # noqa: PLR0913, PLR0917
+    block: Integers,
+    by: int,
+    dim: int,
+    turn: Turn,
+    key_mean: Floats,
+    value_mean: Floats,
+    keys: Integers,
+    values: Integers,
+    of_rows: int,
+    limit: np.float32,
+) -> None:
+    """Write the upper bits of some layers' values from those of their features."""
+    _, _, tokens, width = block.shape
+    line = np.zeros(width, np.float32)
+    for layer in range(turn.start, turn.stop):
+        start, stop = layer * width, (layer + 1) * width
+        key_middle, value_middle = key_mean[start:stop], value_mean[start:stop]
+        for t in range(tokens):
+            _load(values[t, start:stop], of_rows, line)
+            for i in range(width):
+                line[i] += value_middle[i]
+            _store(line, limit, by, block[layer, 1, t])
+            _load(keys[t, start:stop], of_rows, line)
+            for i in range(width):
+                line[i] += key_middle[i]
+            _rotate(line, dim, turn.cos[t], turn.sin[t], turn.interleaved)
+            _store(line, limit, by, block[layer, 0, t])

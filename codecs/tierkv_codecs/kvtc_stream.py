@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from tierkv_codecs.bits import inlined, kernel
 
 SHIFTS = 10
 """Shifts are 0 to SHIFTS - 1."""
@@ -36,9 +37,14 @@ LOW = 1 << 16
 """States lie in [LOW, LOW << 16)."""
 MOST = (1 << 15) - 1
 """The largest magnitude of an index."""
+KINDS = 7
+"""Ways that a refinement can go."""
 
 Indices = NDArray[np.int16]
 Words = NDArray[np.uint16]
+Shifts = NDArray[np.int8]
+Longs = NDArray[np.int64]
+Steps = tuple[Shifts, ...]
 
 
 class Tables(NamedTuple):
@@ -82,12 +88,17 @@ def encode(parts: Sequence[tuple[Indices, Level]], tables: Tables) -> Stream:
             happens to it; of the first r components.
         tables: of the side.
     """
-    found = [(np.empty((0, 2), np.uint32), np.empty(0, np.uint16))]
-    for indices, level in parts:
-        cut = (of[: len(indices)] for of in level)
-        found.append(_symbols(indices, *cut, *tables, OFFSETS))
-    states, words = _push(np.concatenate([symbols for symbols, _ in found]))
-    return states, words, np.concatenate([escapes for _, escapes in found])
+    cut = [(indices, Level(*(of[: len(indices)] for of in level))) for indices, level in parts]
+    most = sum(indices.shape[1] * _passes(level) for indices, level in cut)
+    # One more than there can be: a word is written before it is known whether it is one.
+    words, escapes = np.empty(most + 1, np.uint16), np.empty(most, np.uint16)
+    states = np.full(LANES, LOW, np.int64)
+    at, escaped = words.size, escapes.size
+    for indices, level in reversed(cut):
+        at, escaped = _push(
+            indices, tuple(level), tuple(tables), OFFSETS, states, words, at, escapes, escaped
+        )
+    return states.astype(np.uint32), words[at:].copy(), escapes[escaped:].copy()
 
 
 def decode(parts: Sequence[tuple[NDArray[np.int32], Level]], tables: Tables, of: Stream) -> None:
@@ -95,9 +106,9 @@ def decode(parts: Sequence[tuple[NDArray[np.int32], Level]], tables: Tables, of:
 
     Raises: StreamError where states, words or escapes end early or late.
     """
-    states, words, escapes = of[0].copy(), of[1], of[2]
-    # A component reads at most a word a token beyond the end before that is noticed.
-    room = max((coarse.shape[1] for coarse, _ in parts), default=0)
+    states, words, escapes = of[0].astype(np.int64), of[1], of[2]
+    # A component looks at most so many words beyond the end before that is noticed.
+    room = max((coarse.shape[1] for coarse, _ in parts), default=0) + 1
     more = np.concatenate([words, np.zeros(room, np.uint16)])
     at = escaped = 0
     for coarse, level in parts:
@@ -110,7 +121,7 @@ def decode(parts: Sequence[tuple[NDArray[np.int32], Level]], tables: Tables, of:
         raise StreamError
 
 
-def coarsened(indices: Indices, shifts: NDArray[np.int8]) -> NDArray[np.int32]:
+def coarsened(indices: Indices, shifts: Shifts) -> NDArray[np.int32]:
     """Return int32 [r, tokens], what `decode` gives for these indices at shifts int8 [r]."""
     coded = shifts < NONE
     by = np.where(coded, shifts, 0)[:, None]
@@ -119,152 +130,197 @@ def coarsened(indices: Indices, shifts: NDArray[np.int8]) -> NDArray[np.int32]:
     return coarse
 
 
-def _jit(function: Any) -> Any:  # noqa: ANN401 - numba has no types
-    return njit(nogil=True, cache=True)(function)
+def _passes(level: Level) -> int:
+    """Return the symbols that a token has at most."""
+    begin = np.where(level.before == NONE, level.start + 1, level.before)
+    return int(np.where(level.after != level.before, begin - level.after, 0).sum())
 
 
-@_jit
-def _symbols(q, before, after, start, first, refine, offsets):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Return uint32 [n, 2] (start of the range; its size and lane) in decoding order; escapes."""
-    components, tokens = q.shape
-    count = 0
-    for c in range(components):
-        if after[c] != before[c]:
-            passes = (start[c] + 1 if before[c] == NONE else before[c]) - after[c]
-            count += passes * tokens
-    out = np.empty((count, 2), np.uint32)
-    escapes = np.empty(tokens * components, np.uint16)
-    n, escaped = 0, 0
-    for c in range(components):
+# Kernels: one symbol costs about as much as one wrongly guessed branch, so what depends on a value
+# is chosen without branches.
+
+
+@inlined
+def _put(x: Any, low: Any, size: Any, words: Words, at: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- int64 inside a kernel
+    """Push a symbol; returns the state and where the words begin."""
+    words[at - 1] = np.uint16(x & 0xFFFF)
+    over = np.int64(x >= size << 20)
+    x >>= over << 4
+    whole = np.int64(np.uint32(x) // np.uint32(size))
+    return (whole << 12) + (x - whole * size) + low, at - over
+
+
+@kernel
+def _push(  # noqa: PLR0913, PLR0917
+    q: Indices,
+    level: Steps,
+    tables: tuple[Words, ...],
+    offsets: NDArray[np.int32],
+    states: Longs,
+    words: Words,
+    at: int,
+    escapes: Words,
+    escaped: int,
+) -> tuple[int, int]:
+    """Encode a group's symbols from the last to the first; words and escapes grow downwards."""
+    before, after, start = level
+    first, refine = tables
+    starts = np.zeros(FIRST_SYMBOLS + 1, np.int64)
+    lows, sizes = np.zeros(KINDS, np.int64), np.zeros(KINDS, np.int64)
+    for c in range(len(q) - 1, -1, -1):
         if after[c] == before[c]:
             continue
-        shift = before[c]
-        if shift == NONE:
-            shift = start[c]
-            escaped = _first_symbols(
-                q[c], shift, offsets[shift], first[c], out[n:], escapes, escaped
+        begin = start[c] if before[c] == NONE else before[c]
+        for shift in range(after[c] + 1, begin + 1):
+            _kinds(refine[c, shift], lows, sizes)
+            at = _push_refined(q[c], shift, offsets, lows, sizes, states, words, at)
+        if before[c] == NONE:
+            _starts(first[c], starts)
+            at, escaped = _push_first(
+                q[c], begin, offsets[begin], starts, states, words, at, escapes, escaped
             )
-            n += tokens
-        while shift > after[c]:
-            n += _refine_symbols(q[c], shift, offsets, refine[c, shift], out[n:])
-            shift -= 1
-    return out[:n], escapes[:escaped].copy()
+    return at, escaped
 
 
-@_jit
-def _ranges(table):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    ranges = np.zeros(FIRST_SYMBOLS + 1, np.uint32)
+@kernel
+def _starts(table: Words, starts: Longs) -> None:
+    """Add up probabilities."""
     for i in range(FIRST_SYMBOLS):
-        ranges[i + 1] = ranges[i] + table[i]
-    return ranges
+        starts[i + 1] = starts[i] + np.int64(table[i])
 
 
-@_jit
-def _first_symbols(row, shift, offset, table, out, escapes, escaped):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    ranges = _ranges(table)
-    for t in range(row.size):
-        value = np.int32(row[t])
+@kernel
+def _kinds(table: Words, lows: Longs, sizes: Longs) -> None:
+    """Fill the ranges of refinements: from 0 to 0, -1, 1; from 1 to the halves; from beyond."""
+    zero, negative = np.int64(table[0]), np.int64(table[1])
+    lows[0], sizes[0] = 0, zero
+    lows[1], sizes[1] = zero, negative
+    lows[2], sizes[2] = zero + negative, TOTAL - zero - negative
+    for kind in (0, 1):
+        half = np.int64(table[2 + kind])
+        lows[3 + 2 * kind], sizes[3 + 2 * kind] = 0, half
+        lows[4 + 2 * kind], sizes[4 + 2 * kind] = half, TOTAL - half
+
+
+@kernel
+def _push_first(  # noqa: PLR0913, PLR0917
+    row: Indices,
+    shift: int,
+    offset: int,
+    starts: Longs,
+    states: Longs,
+    words: Words,
+    at: int,
+    escapes: Words,
+    escaped: int,
+) -> tuple[int, int]:
+    for t in range(len(row) - 1, -1, -1):
+        value = np.int64(row[t])
         b = (abs(value) + offset) >> shift
         if b >= ESCAPE:
-            escapes[escaped] = b - ESCAPE
-            escaped += 1
-            b = ESCAPE
+            escaped -= 1
+            escapes[escaped] = np.uint16(b - ESCAPE)
+            b = np.int64(ESCAPE)
         symbol = ESCAPE + (b if value >= 0 else -b)
-        out[t, 0] = ranges[symbol]
-        out[t, 1] = ((ranges[symbol + 1] - ranges[symbol]) << 2) | (t & 3)
-    return escaped
+        low = starts[symbol]
+        states[t & 3], at = _put(states[t & 3], low, starts[symbol + 1] - low, words, at)
+    return at, escaped
 
 
-@_jit
-def _refine_symbols(row, shift, offsets, table, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    zero, negative = np.uint32(table[0]), np.uint32(table[1])
-    one, more = np.uint32(table[2]), np.uint32(table[3])
-    offset, finer, odd = offsets[shift], offsets[shift - 1], shift & 1
-    n = 0
-    for t in range(row.size):
-        value = np.int32(row[t])
+@kernel
+def _push_refined(
+    row: Indices,
+    shift: int,
+    offsets: NDArray[np.int32],
+    lows: Longs,
+    sizes: Longs,
+    states: Longs,
+    words: Words,
+    at: int,
+) -> int:
+    offset, finer, odd = np.int64(offsets[shift]), np.int64(offsets[shift - 1]), shift & 1
+    for t in range(len(row) - 1, -1, -1):
+        value = np.int64(row[t])
         a = (abs(value) + offset) >> shift
         b = (abs(value) + finer) >> (shift - 1)
-        if a == 0:
-            if odd == 0:
-                continue
-            low, size = np.uint32(0), zero
-            if b != 0:
-                low = zero if value < 0 else zero + negative
-                size = negative if value < 0 else np.uint32(TOTAL) - zero - negative
-        else:
-            half = one if a == 1 else more
-            upper = b != 2 * a - 1 + odd
-            low = half if upper else np.uint32(0)
-            size = np.uint32(TOTAL) - half if upper else half
-        out[n, 0] = low
-        out[n, 1] = (size << 2) | (t & 3)
-        n += 1
-    return n
+        if a == 0 and odd == 0:
+            continue
+        of_zero = np.int64(b != 0) * (1 + np.int64(value > 0))
+        of_more = 3 + 2 * np.int64(a > 1) + b - (2 * a - 1 + odd)
+        kind = of_more if a > 0 else of_zero
+        states[t & 3], at = _put(states[t & 3], lows[kind], sizes[kind], words, at)
+    return at
 
 
-@_jit
-def _push(symbols):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    count = symbols.shape[0]
-    words = np.empty(count, np.uint16)
-    at = count
-    states = np.full(LANES, LOW, np.uint32)
-    for i in range(count - 1, -1, -1):
-        low = symbols[i, 0]
-        size = symbols[i, 1] >> 2
-        lane = symbols[i, 1] & 3
-        x = states[lane]
-        if np.uint64(x) >= np.uint64(size) << np.uint64(20):
-            at -= 1
-            words[at] = x & np.uint32(0xFFFF)
-            x >>= np.uint32(16)
-        whole = x // size
-        states[lane] = (whole << np.uint32(12)) + (x - whole * size) + low
-    return states, words[at:].copy()
-
-
-@_jit
-def _pull(q, level, tables, states, more, count, at, escapes, escaped):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@kernel
+def _pull(  # noqa: PLR0913, PLR0917
+    q: NDArray[np.int32],
+    level: Steps,
+    tables: tuple[Words, ...],
+    states: Longs,
+    more: Words,
+    count: int,
+    at: int,
+    escapes: Words,
+    escaped: int,
+) -> tuple[int, int]:
     """Decode all components; return how many words and escapes are read: one too many is an error.
 
-    `more` has room behind its `count` words for those that a component reads at most.
+    `more` has room behind its `count` words for those that a component looks at beyond them.
     """
     before, after, start = level
     first, refine = tables
-    for c in range(q.shape[0]):
+    starts = np.zeros(FIRST_SYMBOLS + 1, np.int64)
+    bounds = np.zeros(FIRST_SYMBOLS - 1, np.int32)
+    lows, sizes = np.zeros(KINDS, np.int64), np.zeros(KINDS, np.int64)
+    for c in range(len(q)):
         if after[c] == before[c]:
             continue
-        shift = before[c]
+        shift = int(before[c])
         if shift == NONE:
-            shift = start[c]
-            at, escaped = _pull_first(q[c], first[c], states, more, at, escapes, escaped)
+            shift = int(start[c])
+            _starts(first[c], starts)
+            for i in range(FIRST_SYMBOLS - 1):
+                bounds[i] = starts[i + 1]
+            at, escaped = _pull_first(q[c], bounds, starts, states, more, at, escapes, escaped)
             if at > count or escaped > escapes.size:
                 return count + 1, escaped
         while shift > after[c]:
-            at = _pull_refine(q[c], shift & 1, refine[c, shift], states, more, at)
+            _kinds(refine[c, shift], lows, sizes)
+            at = _pull_refined(q[c], shift & 1, lows, sizes, states, more, at)
             if at > count:
                 return count + 1, escaped
             shift -= 1
     return at, escaped
 
 
-@_jit
-def _pull_first(row, table, states, words, at, escapes, escaped):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    ranges = _ranges(table)
-    for t in range(row.size):
+@inlined
+def _take(x: Any, low: Any, size: Any, words: Words, at: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- int64 inside a kernel
+    """Pop a symbol; returns the state and the next word's place."""
+    x = size * (x >> 12) + (x & (TOTAL - 1)) - low
+    under = x < LOW
+    return (x << 16) | np.int64(words[at]) if under else x, at + np.int64(under)
+
+
+@kernel
+def _pull_first(
+    row: NDArray[np.int32],
+    bounds: NDArray[np.int32],
+    starts: Longs,
+    states: Longs,
+    words: Words,
+    at: int,
+    escapes: Words,
+    escaped: int,
+) -> tuple[int, int]:
+    for t in range(len(row)):
         x = states[t & 3]
-        slot = x & np.uint32(TOTAL - 1)
-        i = ESCAPE
-        while slot < ranges[i]:
-            i -= 1
-        while slot >= ranges[i + 1]:
-            i += 1
-        x = (ranges[i + 1] - ranges[i]) * (x >> np.uint32(12)) + slot - ranges[i]
-        if x < LOW:
-            x = (x << np.uint32(16)) | np.uint32(words[at])
-            at += 1
-        states[t & 3] = x
-        b = np.int64(i - ESCAPE)
+        slot, i = np.int32(x & (TOTAL - 1)), np.int32(0)
+        for j in range(FIRST_SYMBOLS - 1):
+            i += np.int32(slot >= bounds[j])
+        low = starts[i]
+        states[t & 3], at = _take(x, low, starts[i + 1] - low, words, at)
+        b = np.int64(i) - ESCAPE
         if abs(b) == ESCAPE:
             if escaped >= escapes.size:
                 return at, escapes.size + 1
@@ -275,34 +331,28 @@ def _pull_first(row, table, states, words, at, escapes, escaped):  # type: ignor
     return at, escaped
 
 
-@_jit
-def _pull_refine(row, odd, table, states, words, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    zero, negative = np.uint32(table[0]), np.uint32(table[1])
-    one, more = np.uint32(table[2]), np.uint32(table[3])
-    for t in range(row.size):
-        a = row[t]
-        if a == 0 and odd == 0:
+@kernel
+def _pull_refined(
+    row: NDArray[np.int32],
+    odd: int,
+    lows: Longs,
+    sizes: Longs,
+    states: Longs,
+    words: Words,
+    at: int,
+) -> int:
+    for t in range(len(row)):
+        value = np.int64(row[t])
+        if value == 0 and odd == 0:
             continue
-        x = states[t & 3]
-        slot = x & np.uint32(TOTAL - 1)
-        if a == 0:
-            low, size, b = np.uint32(0), zero, np.int32(0)
-            if slot >= zero:
-                below = slot < zero + negative
-                low = zero if below else zero + negative
-                size = negative if below else np.uint32(TOTAL) - zero - negative
-                b = np.int32(-1) if below else np.int32(1)
-        else:
-            half = one if abs(a) == 1 else more
-            upper = slot >= half
-            low = half if upper else np.uint32(0)
-            size = np.uint32(TOTAL) - half if upper else half
-            b = 2 * abs(a) - 1 + odd + (1 if upper else 0)
-            b = b if a > 0 else -b
-        x = size * (x >> np.uint32(12)) + slot - low
-        if x < LOW:
-            x = (x << np.uint32(16)) | np.uint32(words[at])
-            at += 1
-        states[t & 3] = x
-        row[t] = b
+        x, a = states[t & 3], abs(value)
+        slot = x & (TOTAL - 1)
+        of_zero = np.int64(slot >= lows[1]) + np.int64(slot >= lows[2])
+        base = 3 + 2 * np.int64(a > 1)
+        upper = np.int64(slot >= lows[base + 1])
+        kind = base + upper if a > 0 else of_zero
+        states[t & 3], at = _take(x, lows[kind], sizes[kind], words, at)
+        b = 2 * a - 1 + odd + upper
+        b = b if value > 0 else -b
+        row[t] = b if a > 0 else 2 * np.int64(slot >= lows[2]) - np.int64(slot >= lows[1])
     return at

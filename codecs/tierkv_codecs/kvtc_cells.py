@@ -1,0 +1,132 @@
+"""Cells of `kvtc`'s quantiser: from coefficients to indices, and what a reader takes indices for.
+
+A magnitude m > 0 at shift s means (m + centre / 255) 2^s - OFFSETS[s] - 1/2 steps (docs/FORMAT.md,
+section 11). The kernels work on some of a block's tokens, whose columns are given, and on the first
+components.
+"""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv_codecs.bits import Bytes, Floats, kernel, least, most
+from tierkv_codecs.kvtc_stream import MOST, OFFSETS, SHIFTS, Shifts
+
+CENTRES = 3
+"""Cells of magnitude 1, 2 and more have a place of their own for their reconstruction."""
+CENTRE_UNIT = 255
+
+Columns = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+
+
+def indices_of(values: Floats, columns: Columns, rank: int) -> NDArray[np.int16]:
+    """Return the finest indices int16 [rank, columns] of some columns of coefficients in steps."""
+    found = np.empty((rank, len(columns)), np.int16)
+    _indices(values, columns, found)
+    return found
+
+
+class Cells(NamedTuple):
+    """Of a plan's components: shifts int8 [r], centres uint8 [r, CENTRES]."""
+
+    shifts: Shifts
+    centres: Bytes
+
+    def behind(self, rank: int) -> Self:
+        """Return those behind the first ones."""
+        return type(self)(self.shifts[rank:], self.centres[rank:])
+
+
+def restore(coarse: NDArray[np.signedinteger], columns: Columns, cells: Cells, out: Floats) -> None:
+    """Fill some columns of `out` [rank, all] with what indices [rank or more, columns] stand for.
+
+    Args:
+        coarse: as they are by the plan of the cells.
+        columns: of these tokens.
+        cells: of these components.
+        out: float32.
+    """
+    _restore(coarse, columns, *cells, OFFSETS, False, out)  # noqa: FBT003
+
+
+def restore_finest(indices: NDArray[np.int16], columns: Columns, cells: Cells, out: Floats) -> None:
+    """Do as `restore`, from the finest indices."""
+    _restore(indices, columns, *cells, OFFSETS, True, out)  # noqa: FBT003
+
+
+def add_sums(indices: NDArray[np.int16], cells: Cells, sums: Doubles) -> None:
+    """Add to `sums` [rank or more] what finest indices stand for by a plan, over all tokens."""
+    _add_sums(indices, *cells, OFFSETS, sums)
+
+
+@kernel
+def _indices(values: Floats, columns: Columns, found: NDArray[np.int16]) -> None:
+    limit = np.float32(MOST)
+    for c in range(len(found)):
+        row, to = values[c], found[c]
+        for j in range(len(columns)):
+            value = least(most(row[columns[j]], -limit), limit)
+            to[j] = np.int16(np.rint(value))
+
+
+@kernel
+def _restore(
+    indices: NDArray[np.signedinteger],
+    columns: Columns,
+    shifts: Shifts,
+    centres: Bytes,
+    offsets: NDArray[np.int32],
+    finest: bool,  # noqa: FBT001
+    out: Floats,
+) -> None:
+    of = np.zeros(CENTRES, np.float32)
+    for c in range(len(out)):
+        row, to, shift = indices[c], out[c], np.int64(shifts[c])
+        if shift >= SHIFTS:
+            for j in range(len(columns)):
+                to[columns[j]] = np.float32(0.0)
+            continue
+        step, edge = np.float32(1 << shift), np.float32(offsets[shift]) + np.float32(0.5)
+        for kind in range(CENTRES):
+            of[kind] = np.float32(centres[c, kind]) / np.float32(CENTRE_UNIT)
+        first, second, more = of[0], of[1], of[2]
+        by, offset = (shift, np.int64(offsets[shift])) if finest else (0, 0)
+        for j in range(len(columns)):
+            index = np.int64(row[j])
+            magnitude = (abs(index) + offset) >> by
+            centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
+            value = (np.float32(magnitude) + centre) * step - edge
+            value = value if magnitude > 0 else np.float32(0.0)
+            to[columns[j]] = value if index > 0 else -value
+
+
+@kernel
+def _add_sums(
+    indices: NDArray[np.int16],
+    shifts: Shifts,
+    centres: Bytes,
+    offsets: NDArray[np.int32],
+    sums: Doubles,
+) -> None:
+    # In whole numbers, whose sum is the same in any order.
+    for c in range(len(indices)):
+        row, shift = indices[c], np.int32(shifts[c])
+        if shift >= SHIFTS:
+            continue
+        offset = np.int32(offsets[shift])
+        first, second, more = (
+            np.int32(centres[c, 0]),
+            np.int32(centres[c, 1]),
+            np.int32(centres[c, 2]),
+        )
+        parts, signs = np.int64(0), np.int64(0)
+        for t in range(len(row)):
+            index = np.int32(row[t])
+            magnitude = np.int32((abs(index) + offset) >> shift)
+            centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
+            sign = np.int32(magnitude > 0) * (np.int32(1) if index > 0 else np.int32(-1))
+            parts += sign * (magnitude * CENTRE_UNIT + centre)
+            signs += sign
+        sums[c] += parts * (float(1 << shift) / CENTRE_UNIT) - signs * (offset + 0.5)
