@@ -34,6 +34,8 @@ from tierkv_connectors.vllm.reports import Report
 from tierkv_connectors.vllm.scheduler import Scheduler
 from tierkv_connectors.vllm.worker import Worker
 
+ENGINE, STORE = 4, 16
+"""Tokens of an engine block and of a store block, unless a test has others."""
 LAYERS, HEADS, DIM = 2, 2, 4
 """Layers of a group, heads of a layer, values of a head."""
 MOST = 1_000_003
@@ -97,6 +99,11 @@ def states(tokens: Sequence[int]) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float32)
 
 
+def following(tokens: Sequence[int]) -> int:
+    """Return the token that the engine samples behind these."""
+    return int(states(tokens)[-1]) % 1000
+
+
 @dataclass
 class Asked:
     """A request."""
@@ -105,6 +112,7 @@ class Asked:
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
+    lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     block_hashes: list[Any] = field(default_factory=list)
     block_ids: list[list[int]] = field(default_factory=list)
@@ -112,6 +120,8 @@ class Asked:
     external: int = 0
     """Tokens that were loaded."""
     session_id: str | None = None
+    drafts: list[int] = field(default_factory=list)
+    """Tokens behind the known ones that the next step computes too."""
 
     @property
     def num_tokens(self) -> int:
@@ -284,9 +294,9 @@ class EngineDouble:
             computed, first = computed + count, False
 
     def grow(self, request: Asked) -> None:
-        request.all_token_ids.append(int(states(request.all_token_ids)[-1]) % 1000)
+        request.all_token_ids.append(following(request.all_token_ids))
         for ids in request.block_ids:
-            if request.num_tokens > len(ids) * self.tokens:
+            while request.num_tokens + len(request.drafts) > len(ids) * self.tokens:
                 ids.append(self.free.pop(0))
 
     def move_windows(self, request: Asked, computed: int) -> None:
@@ -354,8 +364,8 @@ class EngineDouble:
                 yield layer, rank, memory, ids[token // self.tokens]
 
     def fill(self, request: Asked, start: int, stop: int) -> None:
-        """Write the KV of tokens into the request's blocks."""
-        values = states(request.all_token_ids).tolist()
+        """Write the KV of tokens, and of drafts behind them, into the request's blocks."""
+        values = states([*request.all_token_ids, *request.drafts]).tolist()
         for token in range(start, stop):
             for layer, rank, memory, block in self.places(request, token):
                 if block:
@@ -421,6 +431,13 @@ def over(store: TierKV, kept: Kept, **options: Any) -> EngineDouble:
         EmbeddedChannel(store, store.host.view, 1 + at) for at in range(1 + kept.ranks.shards)
     ]
     return EngineDouble(kept, *channels, **options)
+
+
+def finish(engine: EngineDouble) -> None:
+    """Let an engine end, which nothing must have failed in."""
+    engine.settle()
+    engine.close()
+    assert not engine.edge.failures
 
 
 def prompts(seed: int, length: int) -> Iterator[list[int]]:

@@ -1,12 +1,15 @@
 """Small models with random weights, saved as real ones are: shapes that no small real one has."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 WINDOW = 256
+_LLAMA_LAYERS = 4
 _SIZES: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 8192,
@@ -25,7 +28,28 @@ def gemma(directory: Path) -> Path:
 
 def llama(directory: Path) -> Path:
     """Save a Llama whose heads can be spread over 1, 2 or 4 workers."""
-    return _saved(LlamaForCausalLM, LlamaConfig(**_SIZES, num_hidden_layers=4), directory)
+    return _saved(
+        LlamaForCausalLM, LlamaConfig(**_SIZES, num_hidden_layers=_LLAMA_LAYERS), directory
+    )
+
+
+def lora_of(directory: Path, seed: int) -> Path:
+    """Save a LoRA adapter for `llama` that changes what it answers."""
+    directory.mkdir(exist_ok=True)
+    rank, dim = 8, _SIZES["head_dim"]
+    widths = {"q_proj": dim * _SIZES["num_attention_heads"]}
+    widths["v_proj"] = dim * _SIZES["num_key_value_heads"]
+    draw, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for layer in range(_LLAMA_LAYERS):
+        for name, width in widths.items():
+            head = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
+            low = torch.randn(rank, _SIZES["hidden_size"], generator=draw)
+            high = torch.randn(width, rank, generator=draw)
+            tensors |= {f"{head}_A.weight": 0.2 * low, f"{head}_B.weight": 0.2 * high}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*widths]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _saved(kind: Any, config: Any, directory: Path) -> Path:

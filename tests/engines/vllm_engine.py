@@ -163,6 +163,7 @@ class Engine:
         max_tokens: int = 8,
         extra: Sequence[Mapping[str, Any]] = (),
         sampling: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> list[Answer]:
         """Run prompts at once, greedily.
 
@@ -171,14 +172,15 @@ class Engine:
             max_tokens: of every answer; end-of-text does not end one.
             extra: more of each prompt, such as `cache_salt`.
             sampling: more of SamplingParams, for all.
+            more: of the program's `generate`, such as `lora`.
         """
-        more = list(extra) or [{}] * len(prompts)
+        fields = list(extra) or [{}] * len(prompts)
         asked = [
             {"prompt_token_ids": list(prompt), **one}
-            for prompt, one in zip(prompts, more, strict=True)
+            for prompt, one in zip(prompts, fields, strict=True)
         ]
         params = {"max_tokens": max_tokens, **(sampling or {})}
-        answers = self.call("generate", prompts=asked, sampling=[params] * len(asked))
+        answers = self.call("generate", prompts=asked, sampling=[params] * len(asked), **more)
         return [Answer(**answer) for answer in answers]
 
     def metrics(self, prefix: str = "vllm:external_prefix_cache") -> dict[str, float]:

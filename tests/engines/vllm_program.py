@@ -21,12 +21,21 @@ def take_pipes() -> tuple[Any, Any]:
     return os.fdopen(requests), os.fdopen(answers, "w", buffering=1)
 
 
-def generate(llm: Any, prompts: list[dict[str, Any]], sampling: list[dict[str, Any]]) -> Any:
+def generate(
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    sampling: list[dict[str, Any]],
+    lora: tuple[str, int, str] | None = None,
+) -> Any:
+    """Run prompts; `lora` is the name, number and directory of their adapter."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(**fixed | one) for one in sampling]
-    return [said(answer) for answer in llm.generate(prompts, params, use_tqdm=False)]
+    named = LoRARequest(*lora) if lora else None
+    answers = llm.generate(prompts, params, use_tqdm=False, lora_request=named)
+    return [said(answer) for answer in answers]
 
 
 def said(answer: Any) -> dict[str, Any]:

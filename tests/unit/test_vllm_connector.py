@@ -2,42 +2,20 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.vllm_double import EngineDouble, kept_of, over, prompts
+from tests.vllm_double import ENGINE, STORE, EngineDouble, kept_of, over, prompts
 from tierkv.cache import TierKV
 from tierkv.calls import ClearCall, StatCall
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm import worker as worker_module
 from tierkv_connectors.vllm.groups import Span
 from tierkv_connectors.vllm.kept import block_tokens, check_device, options_of
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
-
-ENGINE, STORE = 4, 16
-"""Tokens of an engine block and of a store block."""
-
-
-@pytest.fixture
-def store() -> Iterator[TierKV]:
-    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
-    yield store
-    store.close(0.0)
-
-
-@pytest.fixture
-def engine(store: TierKV) -> Iterator[EngineDouble]:
-    engine = over(store, kept_of(ENGINE, STORE), blocks=128)
-    yield engine
-    engine.settle()
-    engine.close()
-    assert not engine.edge.failures
 
 
 def holds(store: TierKV) -> tuple[int, int, int]:

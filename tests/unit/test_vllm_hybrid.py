@@ -7,24 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_double import Asked, EngineDouble, kept_of, over, prompts
+from tests.vllm_double import Asked, EngineDouble, finish, kept_of, over, prompts
 from tierkv.cache import TierKV
 from tierkv.calls import ClearCall, StatCall
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm import worker as worker_module
 
 ENGINE, STORE = 4, 8
 WINDOW = 20
 """Two whole store blocks and a part of a third."""
 GEMMA = (WINDOW, WINDOW, None)
-
-
-@pytest.fixture
-def store() -> Iterator[TierKV]:
-    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
-    yield store
-    store.close(0.0)
 
 
 @pytest.fixture
@@ -40,12 +31,6 @@ def hybrid(store: TierKV, chunk: int = 0, blocks: int = 512, **options: Any) -> 
     engine = over(store, kept, blocks=blocks, step=chunk or 4096)
     engine.patient = True
     return engine
-
-
-def finish(engine: EngineDouble) -> None:
-    engine.settle()
-    engine.close()
-    assert not engine.edge.failures
 
 
 def placements(store: TierKV) -> int:

@@ -236,6 +236,14 @@ def test_other_shapes_are_refused(
     assert says in refused(engine, **changes)
 
 
+def test_drafts_that_have_no_kv_do_not_matter(engine: SimpleNamespace) -> None:
+    plain = identity(engine)
+    engine.speculative_config = SimpleNamespace(method="ngram")
+    assert identity(engine) == plain
+    engine.speculative_config = SimpleNamespace(method="ngram_gpu")
+    assert "by ngram_gpu: only drafts by ngram" in refused(engine)
+
+
 @pytest.mark.parametrize(
     "specs",
     [(), (MLAAttentionSpec(),), (MambaSpec(), FullAttentionSpec()), (ChunkedLocalAttentionSpec(),)],

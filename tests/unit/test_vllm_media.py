@@ -1,15 +1,9 @@
 """Requests with images: placeholder tokens are alike, the images are not."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from tests.vllm_double import EngineDouble, kept_of, over, prompts
-from tierkv.cache import TierKV
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
+from tests.vllm_double import EngineDouble, prompts
 from tierkv_connectors.vllm.media import is_named, media_extras
 
 CAT, DOG = "c" * 64, "d" * 64
@@ -41,17 +35,6 @@ def test_names_that_clients_gave_are_not_hashes() -> None:
     tower = image(f"law:{CAT}", 0)  # LoRA of the encoder: vLLM puts its name before the hash
     tower.mm_hash = CAT
     assert is_named([tower])
-
-
-@pytest.fixture
-def engine() -> Iterator[EngineDouble]:
-    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
-    engine = over(store, kept_of(4, 16), blocks=128)
-    yield engine
-    engine.settle()
-    engine.close()
-    assert not engine.edge.failures
-    store.close(0.0)
 
 
 def test_r05_another_image_is_another_block(engine: EngineDouble) -> None:

@@ -2,28 +2,15 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.vllm_double import EngineDouble, kept_of, over, prompts
+from tests.vllm_double import ENGINE, STORE, EngineDouble, kept_of, over, prompts
 from tierkv.cache import TierKV
 from tierkv.errors import TierKVError
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm.kept import options_of
-
-ENGINE, STORE = 4, 16
-"""Tokens of an engine block and of a store block."""
-
-
-@pytest.fixture
-def store() -> Iterator[TierKV]:
-    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
-    yield store
-    store.close(0.0)
 
 
 def engine_of(store: TierKV, **options: Any) -> EngineDouble:

@@ -1,37 +1,15 @@
 """What a request wishes reaches the store, and what its answer and the events say of it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.vllm_double import EngineDouble, kept_of, over, prompts
+from tests.vllm_double import ENGINE, STORE, EngineDouble, kept_of, over, prompts
 from tierkv.cache import TierKV
 from tierkv.calls import MAX_SESSION, StatCall
-from tierkv.settings import Settings
-from tierkv.tiers.host import HostSettings
 from tierkv_connectors.vllm.events import Events, Types
 from tierkv_connectors.vllm.reports import Report, Saved
-
-ENGINE, STORE = 4, 16
-"""Tokens of an engine block and of a store block."""
-
-
-@pytest.fixture
-def store() -> Iterator[TierKV]:
-    store = TierKV.open(Settings(host=HostSettings(size_bytes=32 << 20)))
-    yield store
-    store.close(0.0)
-
-
-@pytest.fixture
-def engine(store: TierKV) -> Iterator[EngineDouble]:
-    engine = over(store, kept_of(ENGINE, STORE), blocks=128)
-    yield engine
-    engine.settle()
-    engine.close()
-    assert not engine.edge.failures
 
 
 @pytest.fixture

@@ -108,14 +108,3 @@ class Asked:
         if filled is not None:
             self.failed = True
             self.sources = tokens_by_tier(self.sources, filled * tokens, 1)
-
-
-def separate(request: Request, mark: str) -> None:
-    """Keep a request's blocks apart, under a mark, in the engine's own prefix cache.
-
-    It serves what we load to the next request without asking us, so other classes have other names
-    there. Ours are made without this salt, which no client can know.
-    """
-    request.cache_salt = f"{request.cache_salt or ''} {mark}"
-    request.block_hashes.clear()
-    request.update_block_hashes()

@@ -11,6 +11,8 @@ class Request(Protocol):
     request_id: str
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str | None
+    lora_request: Any
+    """Its adapter, None: it has none."""
     mm_features: list[Any]
     """Media of its prompt."""
     block_hashes: list[Any]

@@ -36,6 +36,10 @@ _SAFETENSORS_FORMATS = frozenset({
 _ANGLES_MOVE = frozenset({"dynamic", "longrope"})
 """RoPE whose angles vLLM fixes by its longest context and others by the length of a prompt."""
 
+_DRAFTS = "ngram"
+"""Speculative decoding whose drafts come from the prompt and are computed by the model alone. KV of
+those that are rejected lies behind the known tokens, of which alone blocks are made."""
+
 _MEDIA = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Settings that change what media become, whether or not their hashes say so."""
 
@@ -107,8 +111,11 @@ def _refuse_engine(vllm_config: Foreign) -> None:
         count = getattr(vllm_config.parallel_config, size, 1)
         if count > 1:
             raise invalid(f"{size} is {count}: KV spread over ranks is not supported yet")
-    if vllm_config.speculative_config is not None:
-        raise invalid("speculative decoding keeps KV of rejected drafts, not supported yet")
+    drafts = getattr(vllm_config.speculative_config, "method", None)
+    if vllm_config.speculative_config is not None and drafts != _DRAFTS:
+        raise invalid(
+            f"speculative decoding by {drafts}: only drafts by {_DRAFTS} are known to have no KV"
+        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise invalid("weight_transfer_config replaces the weights of a running engine")
     if model.runner_type != "generate":

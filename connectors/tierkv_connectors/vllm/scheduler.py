@@ -6,7 +6,6 @@ attempt to schedule it. A lease is held from the answer until the load is done, 
 """
 
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +21,14 @@ from tierkv.fidelity import CLASSES, FIDELITIES
 from tierkv.key import KEY_BYTES, Extras
 from tierkv_connectors.prefill import PrefillCost
 from tierkv_connectors.sources import tokens_by_tier
-from tierkv_connectors.vllm.asked import Asked, Lookup, separate
+from tierkv_connectors.vllm.apart import Apart
+from tierkv_connectors.vllm.asked import Asked, Lookup
 from tierkv_connectors.vllm.engine import Output, Request
 from tierkv_connectors.vllm.events import Events, asker_of
 from tierkv_connectors.vllm.groups import BlockIds, Span, spans_to_fill, spans_to_offer
 from tierkv_connectors.vllm.kept import Kept
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
+from tierkv_connectors.vllm.prefills import Prefills
 from tierkv_connectors.vllm.reports import Report
 from tierkv_connectors.vllm.wishes import wishes_of
 
@@ -60,7 +61,7 @@ class Scheduler:
         self._client = client
         self._executor = executor
         self._extras_of = extras_of
-        self._mark = secrets.token_hex(16)
+        self._apart = Apart(kept.fidelity)
         self._fingerprint = kept.identity.fingerprint
         self.problems: dict[str, str] = {}
         """What is wrong with the wishes of requests, by their ids."""
@@ -74,8 +75,7 @@ class Scheduler:
             for share in group.shares
         }
         """Tokens of an engine block by engine group."""
-        self._prefill: tuple[int, int, float] | None = None
-        """Position, tokens and start of a step that does nothing but prefill one request."""
+        self._prefills = Prefills(self.cost)
 
     def arrived(self, request: Request) -> None:
         """Take note of a request and ask the sidecar about its prompt.
@@ -83,20 +83,23 @@ class Scheduler:
         One whose wishes cannot be read is left alone: it may have wished not to be kept.
         """
         name = request.request_id
-        known = self.refused or name in self._requests or name in self.problems
-        extras = None if known else self._extras_of(request)
-        if extras is None:
+        if self.refused or name in self._requests or name in self.problems:
             return
+        extras = self._extras_of(request)
+        if extras is None:
+            self._apart.left_alone(request)
+            return
+        lora = str(extras.get("lora", ""))
         try:
             wishes = wishes_of(request.kv_transfer_params)
         except TierKVError as error:
             _log.warning("request %s is neither loaded nor stored: %s", name, error)
             self.problems[name] = str(error)
+            self._apart.separate(request, self._kept.fidelity, lora)
         else:
             store = self._kept.options.save and wishes.store
             fidelity = CLASSES[wishes.fidelity] if wishes.fidelity else self._kept.fidelity
-            if fidelity != self._kept.fidelity:
-                separate(request, f"{self._mark} {fidelity.name}")
+            self._apart.separate(request, fidelity, lora)
             root = self._kept.root(self._fingerprint, extras)
             hints = wishes.hints(getattr(request, "session_id", None))
             held = Asked(request, self._fingerprint, root, fidelity, store, hints)
@@ -210,7 +213,7 @@ class Scheduler:
         loads, self._loads = tuple(self._loads), []
         for load in loads:
             overwritten.update(load.blocks)
-        self._note_prefill(output)
+        self._prefills.begins(output)
         return StepPlan(loads, tuple(saves), frozenset(overwritten))
 
     def _behind(self, blocks: BlockIds, computed: int) -> Iterator[int]:
@@ -236,10 +239,7 @@ class Scheduler:
                 one.unfilled(unfilled, self._sizes[0])
         for name in failed & self._requests.keys():
             self._requests[name].failed, self._requests[name].sources = True, {}
-        if self._prefill is not None:
-            position, tokens, start = self._prefill
-            self.cost.observe(position, tokens, time.monotonic() - start)
-            self._prefill = None
+        self._prefills.ends()
         for name in received:
             held = self._requests.get(name)
             if held is not None:
@@ -388,11 +388,3 @@ class Scheduler:
             saves.append(Save(held.fingerprint, keys, held.fidelity, spans, fresh, held.hints))
             if self.events is not None:
                 self.events.offered(asker_of(held.request), keys, sealed - fresh)
-
-    def _note_prefill(self, output: Output) -> None:
-        """Learn what computing costs from steps that do nothing else for one request."""
-        if len(output.num_scheduled_tokens) == 1:
-            (tokens,) = output.num_scheduled_tokens.values()
-            computed = [new.num_computed_tokens for new in output.scheduled_new_reqs]
-            computed += output.scheduled_cached_reqs.num_computed_tokens
-            self._prefill = computed[0], tokens, time.monotonic()
