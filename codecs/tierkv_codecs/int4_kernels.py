@@ -49,21 +49,24 @@ def _result(worst: np.int32, largest: np.int32) -> int:
 
 
 @inlined
-def _code(value: np.float32, shift: np.float32, inverse: np.float32) -> np.int32:
+def _code(value: np.float32, shift: np.float32, inverse: np.float32) -> np.float32:
+    """Return a number that becomes the code when what follows its point is cut off."""
     code = (value - shift) * inverse
-    return np.int32(least(most(code, np.float32(0.0)), np.float32(LEVELS)) + np.float32(0.5))
+    return np.float32(least(most(code, np.float32(0.0)), np.float32(LEVELS)) + np.float32(0.5))
 
 
-# Each kernel works on a tile, at most 32 heads of a token: a call costs as much as a few hundred
-# values. Every innermost loop runs over slices from their start, or it would not be vectorised.
+# Each kernel works on a tile, the heads of 32 tokens or 32 heads: a call costs as much as a few
+# hundred values, and memory is written from its start to its end. Every innermost loop runs over
+# few slices from their start, or it would not be vectorised: more than eight pairs that might
+# overlap are too many for the compiler.
 
 
 @kernel
-def _load(source: Integers, by: int, start: int, stride: int, dim: int, tile: Floats) -> np.int32:
-    """Read heads that lie `stride` heads apart; returns the largest magnitude's bits."""
+def _load(source: Integers, by: int, start: int, dim: int, tile: Floats) -> np.int32:
+    """Read heads that follow each other; returns the largest magnitude's bits."""
     worst = np.int32(0)
     for number in range(len(tile)):
-        at = (start + number * stride) * dim
+        at = (start + number) * dim
         part, row = source[at : at + dim], tile[number]
         for channel in range(dim):
             bits = np.int32(np.int32(part[channel]) << by)
@@ -73,38 +76,32 @@ def _load(source: Integers, by: int, start: int, stride: int, dim: int, tile: Fl
 
 
 @kernel
-def _store(tile: Floats, target: Integers, by: int, start: int, stride: int, dim: int) -> None:
-    """Write heads that lie `stride` heads apart."""
+def _store(tile: Floats, target: Integers, by: int, start: int, dim: int) -> None:
+    """Write heads that follow each other."""
     for number in range(len(tile)):
-        at = (start + number * stride) * dim
+        at = (start + number) * dim
         part, row = target[at : at + dim], tile[number]
         for channel in range(dim):
             part[channel] = upper_bits(row[channel], by)
 
 
 @kernel
-def _rotate(tile: Floats, cos: Floats, sin: Floats) -> None:
-    """Turn the heads' leading dimensions in place, as halves (see `rope.table`)."""
-    half = cos.shape[1]
+def _rotate(tile: Floats, heads: int, turn: Turn, first: int) -> None:
+    """Turn the leading dimensions of the heads of tokens from the first on, in place."""
+    half = turn.cos.shape[1]
     for number in range(len(tile)):
-        first, second = tile[number, :half], tile[number, half : 2 * half]
-        cosine, sine = cos[number], sin[number]
+        token = first + number // heads
+        row, cosine, sine = tile[number], turn.cos[token], turn.sin[token]
+        if turn.interleaved:
+            for at in range(half):
+                one, other = row[2 * at], row[2 * at + 1]
+                row[2 * at] = one * cosine[at] - other * sine[at]
+                row[2 * at + 1] = other * cosine[at] + one * sine[at]
+            continue
         for at in range(half):
-            one, other = first[at], second[at]
-            first[at] = one * cosine[at] - other * sine[at]
-            second[at] = other * cosine[at] + one * sine[at]
-
-
-@kernel
-def _rotate_neighbours(tile: Floats, cos: Floats, sin: Floats) -> None:
-    """Turn the heads' leading dimensions in place, as interleaved neighbours."""
-    half = cos.shape[1]
-    for number in range(len(tile)):
-        row, cosine, sine = tile[number], cos[number], sin[number]
-        for at in range(half):
-            one, other = row[2 * at], row[2 * at + 1]
-            row[2 * at] = one * cosine[at] - other * sine[at]
-            row[2 * at + 1] = other * cosine[at] + one * sine[at]
+            one, other = row[at], row[half + at]
+            row[at] = one * cosine[at] - other * sine[at]
+            row[half + at] = other * cosine[at] + one * sine[at]
 
 
 @kernel
@@ -163,50 +160,68 @@ def _part(pairs: Halves, groups: int, shifts: Halves, spans: Halves) -> None:
 
 
 @kernel
-def _spread(of_groups: Floats, dim: int, of_channels: Floats) -> None:
-    """Repeat the numbers of each head's groups for each of its channels."""
+def _channel_codes(tile: Floats, shift: Floats, inverse: Floats) -> None:
+    """Turn values into codes, channel by channel."""
+    for number in range(len(tile)):
+        row = tile[number]
+        for channel in range(len(row)):
+            row[channel] = _code(row[channel], shift[channel], inverse[channel])
+
+
+@kernel
+def _group_codes(tile: Floats, dim: int, shift: Floats, inverse: Floats) -> None:
+    """Turn values into codes, group by group of each head's channels."""
     groups = (dim + GROUP - 1) // GROUP
-    for number in range(len(of_channels)):
+    for number in range(len(tile)):
         for group in range(groups):
-            part = of_channels[number, group * GROUP : min(group * GROUP + GROUP, dim)]
-            for at in range(len(part)):
-                part[at] = of_groups[number * groups + group]
+            part = tile[number, group * GROUP : min(group * GROUP + GROUP, dim)]
+            at = number * groups + group
+            for channel in range(len(part)):
+                part[channel] = _code(part[channel], shift[at], inverse[at])
 
 
 @kernel
-def _pack(
-    tile: Floats, shift: Floats, inverse: Floats, codes: Bytes, start: int, stride: int
-) -> None:
-    """Write the codes of heads; `shift` and `inverse` are [1 or head, channel]."""
-    width, rows = tile.shape[1] // 2, len(shift)
+def _channel_values(tile: Floats, shift: Floats, step: Floats) -> None:
+    """Turn codes into values, channel by channel."""
     for number in range(len(tile)):
-        at = (start + number * stride) * width
-        to, row = codes[at : at + width], min(number, rows - 1)
-        first, second = tile[number, :width], tile[number, width:]
-        shift_one, shift_two = shift[row, :width], shift[row, width:]
-        inverse_one, inverse_two = inverse[row, :width], inverse[row, width:]
+        row = tile[number]
+        for channel in range(len(row)):
+            row[channel] = shift[channel] + row[channel] * step[channel]
+
+
+@kernel
+def _group_values(tile: Floats, dim: int, shift: Floats, step: Floats) -> None:
+    """Turn codes into values, group by group of each head's channels."""
+    groups = (dim + GROUP - 1) // GROUP
+    for number in range(len(tile)):
+        for group in range(groups):
+            part = tile[number, group * GROUP : min(group * GROUP + GROUP, dim)]
+            at = number * groups + group
+            for channel in range(len(part)):
+                part[channel] = shift[at] + part[channel] * step[at]
+
+
+@kernel
+def _pack(tile: Floats, codes: Bytes, start: int) -> None:
+    """Write the codes of heads, which are what stands before the points of their numbers."""
+    width = tile.shape[1] // 2
+    for number in range(len(tile)):
+        at = (start + number) * width
+        to, row = codes[at : at + width], tile[number]
         for byte in range(width):
-            lower = _code(first[byte], shift_one[byte], inverse_one[byte])
-            upper = _code(second[byte], shift_two[byte], inverse_two[byte])
-            to[byte] = np.uint8(lower | (upper << 4))
+            to[byte] = np.uint8(np.int32(row[byte]) | (np.int32(row[width + byte]) << 4))
 
 
 @kernel
-def _unpack(
-    codes: Bytes, start: int, stride: int, shift: Floats, step: Floats, tile: Floats
-) -> None:
-    """Read the values of heads back."""
-    width, rows = tile.shape[1] // 2, len(shift)
+def _unpack(codes: Bytes, start: int, tile: Floats) -> None:
+    """Read the codes of heads back."""
+    width = tile.shape[1] // 2
     for number in range(len(tile)):
-        at = (start + number * stride) * width
-        coded, row = codes[at : at + width], min(number, rows - 1)
-        first, second = tile[number, :width], tile[number, width:]
-        shift_one, shift_two = shift[row, :width], shift[row, width:]
-        step_one, step_two = step[row, :width], step[row, width:]
+        at = (start + number) * width
+        coded, row = codes[at : at + width], tile[number]
         for byte in range(width):
             code = np.int32(coded[byte])
-            first[byte] = shift_one[byte] + np.float32(code & 15) * step_one[byte]
-            second[byte] = shift_two[byte] + np.float32(code >> 4) * step_two[byte]
+            row[byte], row[width + byte] = np.float32(code & 15), np.float32(code >> 4)
 
 
 @kernel
@@ -215,27 +230,28 @@ def code_keys(
 ) -> int:
     """Code the keys of some layers; `parameters` and `codes` are those of all layers."""
     tokens, heads, dim = shape.tokens - shape.sinks, shape.heads, shape.dim
-    width, groups = (dim + 1) // 2, (tokens + GROUP - 1) // GROUP
-    whole = np.zeros((GROUP, 2 * width), np.float32)
-    low, high = np.zeros((1, 2 * width), np.float32), np.zeros((1, 2 * width), np.float32)
+    lanes, groups = (dim + 1) // 2 * 2, (tokens + GROUP - 1) // GROUP
+    whole = np.zeros((GROUP * heads, lanes), np.float32)
+    low, high = np.zeros(heads * lanes, np.float32), np.zeros(heads * lanes, np.float32)
     worst, largest = np.int32(0), np.int32(0)
-    for task in range(turn.start * groups * heads, turn.stop * groups * heads):
-        layer, group, head = task // (groups * heads), task // heads % groups, task % heads
-        first, last = group * GROUP, min(group * GROUP + GROUP, tokens)
-        tile = whole[: last - first]
-        start = (layer * 2 * shape.tokens + shape.sinks + first) * heads + head
-        worst = most(worst, _load(source, by, start, heads, dim, tile))
-        if turn.interleaved:
-            _rotate_neighbours(tile, turn.cos[first:last], turn.sin[first:last])
-        else:
-            _rotate(tile, turn.cos[first:last], turn.sin[first:last])
-        _channel_extremes(tile, low[0, :dim], high[0, :dim])
-        at = task * 2 * dim
-        shifts, spans = parameters[at : at + dim], parameters[at + dim : at + 2 * dim]
-        largest = most(
-            largest, affine_parameters(low[0, :dim], high[0, :dim], LEVELS, shifts, spans)
-        )
-        _pack(tile, low, high, codes, (layer * tokens + first) * heads + head, heads)
+    for task in range(turn.start * groups, turn.stop * groups):
+        layer, first = task // groups, task % groups * GROUP
+        count = min(GROUP, tokens - first)
+        tile = whole[: count * heads]
+        wide = tile.reshape((count, heads * lanes))
+        start = (layer * 2 * shape.tokens + shape.sinks + first) * heads
+        worst = most(worst, _load(source, by, start, dim, tile))
+        _rotate(tile, heads, turn, first)
+        _channel_extremes(wide, low, high)
+        for head in range(heads):
+            at, lane = (task * heads + head) * 2 * dim, head * lanes
+            shifts, spans = parameters[at : at + dim], parameters[at + dim : at + 2 * dim]
+            found = affine_parameters(
+                low[lane : lane + dim], high[lane : lane + dim], LEVELS, shifts, spans
+            )
+            largest = most(largest, found)
+        _channel_codes(wide, low, high)
+        _pack(tile, codes, (layer * tokens + first) * heads)
     return _result(worst, largest)
 
 
@@ -245,23 +261,22 @@ def restore_keys(
 ) -> None:
     """Fill the keys of some layers behind the sinks."""
     tokens, heads, dim = shape.tokens - shape.sinks, shape.heads, shape.dim
-    width, groups = (dim + 1) // 2, (tokens + GROUP - 1) // GROUP
-    whole = np.zeros((GROUP, 2 * width), np.float32)
-    shift, step = np.zeros((1, 2 * width), np.float32), np.zeros((1, 2 * width), np.float32)
-    for task in range(turn.start * groups * heads, turn.stop * groups * heads):
-        layer, group, head = task // (groups * heads), task // heads % groups, task % heads
-        first, last = group * GROUP, min(group * GROUP + GROUP, tokens)
-        tile = whole[: last - first]
-        at = task * 2 * dim
-        shifts, spans = parameters[at : at + dim], parameters[at + dim : at + 2 * dim]
-        _steps(shifts, spans, shift[0], step[0])
-        _unpack(codes, (layer * tokens + first) * heads + head, heads, shift, step, tile)
-        if turn.interleaved:
-            _rotate_neighbours(tile, turn.cos[first:last], turn.sin[first:last])
-        else:
-            _rotate(tile, turn.cos[first:last], turn.sin[first:last])
-        start = (layer * 2 * shape.tokens + shape.sinks + first) * heads + head
-        _store(tile, target, by, start, heads, dim)
+    lanes, groups = (dim + 1) // 2 * 2, (tokens + GROUP - 1) // GROUP
+    whole = np.zeros((GROUP * heads, lanes), np.float32)
+    shift, step = np.zeros(heads * lanes, np.float32), np.zeros(heads * lanes, np.float32)
+    for task in range(turn.start * groups, turn.stop * groups):
+        layer, first = task // groups, task % groups * GROUP
+        count = min(GROUP, tokens - first)
+        tile = whole[: count * heads]
+        for head in range(heads):
+            at, lane = (task * heads + head) * 2 * dim, head * lanes
+            shifts, spans = parameters[at : at + dim], parameters[at + dim : at + 2 * dim]
+            _steps(shifts, spans, shift[lane : lane + dim], step[lane : lane + dim])
+        _unpack(codes, (layer * tokens + first) * heads, tile)
+        _channel_values(tile.reshape((count, heads * lanes)), shift, step)
+        _rotate(tile, heads, turn, first)
+        start = (layer * 2 * shape.tokens + shape.sinks + first) * heads
+        _store(tile, target, by, start, dim)
 
 
 @kernel
@@ -270,7 +285,6 @@ def code_values(source: Integers, by: int, shape: Shape, parameters: Halves, cod
     dim, width, groups = shape.dim, (shape.dim + 1) // 2, (shape.dim + GROUP - 1) // GROUP
     behind = (shape.tokens - shape.sinks) * shape.heads
     whole = np.zeros((GROUP, 2 * width), np.float32)
-    shift, inverse = np.zeros_like(whole), np.zeros_like(whole)
     low, high = np.zeros(GROUP * groups, np.float32), np.zeros(GROUP * groups, np.float32)
     shifts, spans = np.zeros(GROUP * groups, np.uint16), np.zeros(GROUP * groups, np.uint16)
     worst, largest = np.int32(0), np.int32(0)
@@ -279,16 +293,15 @@ def code_values(source: Integers, by: int, shape: Shape, parameters: Halves, cod
             count = min(GROUP, behind - first)
             tile, of_groups = whole[:count], count * groups
             start = ((layer * 2 + 1) * shape.tokens + shape.sinks) * shape.heads + first
-            worst = most(worst, _load(source, by, start, 1, dim, tile))
+            worst = most(worst, _load(source, by, start, dim, tile))
             _group_extremes(tile, dim, low, high)
             found = affine_parameters(low[:of_groups], high[:of_groups], LEVELS, shifts, spans)
             largest = most(largest, found)
             vector = layer * behind + first
             into = parameters[vector * 2 * groups : (vector + count) * 2 * groups]
             _pair(shifts, spans, groups, into)
-            _spread(low, dim, shift[:count])
-            _spread(high, dim, inverse[:count])
-            _pack(tile, shift[:count], inverse[:count], codes, vector, 1)
+            _group_codes(tile, dim, low, high)
+            _pack(tile, codes, vector)
     return _result(worst, largest)
 
 
@@ -300,7 +313,6 @@ def restore_values(
     dim, width, groups = shape.dim, (shape.dim + 1) // 2, (shape.dim + GROUP - 1) // GROUP
     behind = (shape.tokens - shape.sinks) * shape.heads
     whole = np.zeros((GROUP, 2 * width), np.float32)
-    shift, step = np.zeros_like(whole), np.zeros_like(whole)
     low, high = np.zeros(GROUP * groups, np.float32), np.zeros(GROUP * groups, np.float32)
     shifts, spans = np.zeros(GROUP * groups, np.uint16), np.zeros(GROUP * groups, np.uint16)
     for layer in range(shape.layers):
@@ -315,8 +327,7 @@ def restore_values(
                 spans,
             )
             _steps(shifts, spans, low[:of_groups], high[:of_groups])
-            _spread(low, dim, shift[:count])
-            _spread(high, dim, step[:count])
-            _unpack(codes, vector, 1, shift[:count], step[:count], tile)
+            _unpack(codes, vector, tile)
+            _group_values(tile, dim, low, high)
             start = ((layer * 2 + 1) * shape.tokens + shape.sinks) * shape.heads + first
-            _store(tile, target, by, start, 1, dim)
+            _store(tile, target, by, start, dim)
