@@ -105,6 +105,10 @@ class FakeStore:
         self.ready.update(found)
         return calls.Done(units=len(found))
 
+    def introduce(self, owner: int, call: calls.IdentityCall) -> calls.Done:
+        self.log.append(("introduce", owner))
+        return calls.Done()
+
     def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
         self.free += [page for _, page in self.take(owner, "put", call.reservation) or []]
         return calls.Done()

@@ -11,18 +11,21 @@ import torch
 from tests.kvtc_rigs import LAYERS, PART, SPEC, artifact, place_at, text_like
 from tests.stores import Rig, fill
 from tests.unit.test_gate import domain, entry
-from tierkv import frame
+from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
 from tierkv.client import Written
-from tierkv.codec import PROFILES
+from tierkv.codec import PROFILES, Profile
+from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
-from tierkv.identity import Identity
+from tierkv.identity import Identity, to_wire
 from tierkv.plan import Kind, Move
 from tierkv.policies.lru import Lru
 from tierkv.tier import RAM, DurableTier
+from tierkv.tiers.host import aligned
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 from tierkv_codecs import CODECS, Codec, CodecRegistry
+from tierkv_codecs.encoder import encode_again
 from tierkv_codecs.kvtc import codecs_of
 
 TOKENS = 256
@@ -94,6 +97,26 @@ class Stored(NamedTuple):
     position: int
 
 
+class InProcess:
+    """An encoder without a process: what the codec worker does, by the same code."""
+
+    state = "in this process"
+
+    def __init__(self, arena: memoryview) -> None:
+        self._arena = arena
+
+    def encode(
+        self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
+        profile: Profile,
+    ) -> Encoded | Lost:  # fmt: skip
+        pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
+        payload = frame.cut(pieces, header.header_bytes, header.payload_bytes)
+        start = frame.header_bytes(profile.segments)
+        memory = aligned(start + header.raw_bytes + profile.bound_extra)
+        segments = encode_again(identity, header, payload, profile, memory[start:])
+        return Encoded(memory, start + sum(segments)) if segments else Lost.REFUSED
+
+
 class MoveRig(Rig):
     """A rig whose blocks are KV and whose policy obeys."""
 
@@ -103,6 +126,12 @@ class MoveRig(Rig):
         super().__init__(pages, lower, **(values | fields))
         self.store._store.policy = self.commanded
         self.codecs = registry()
+
+    def encode(self, *, knows: bool = True) -> None:
+        """Let exact copies be encoded again, of a model that was introduced or not."""
+        self.store.encode_with(InProcess(self.host.view))
+        if knows:
+            self.store.introduce(1, calls.IdentityCall(identity=to_wire(IDENTITY)))
 
     @property
     def catalog(self) -> Catalog:
@@ -185,7 +214,7 @@ class MoveRig(Rig):
 
     def relieve(self) -> None:
         """Let the policy ask for demotions."""
-        self.clock.now += 0.1
+        self.store._demotions._ask_from = 0.0
         self.store.tick()
 
     def downgrade(self, keys: Sequence[bytes], name: str) -> None:

@@ -100,14 +100,15 @@ class Process:
     """A sidecar process over an arena; `start` again after `kill` or `stop`."""
 
     def __init__(
-        self, folder: Path, more: str = "", arena_wait_s: float = 10.0, host_bytes: int = 32 << 20
-    ) -> None:
+        self, folder: Path, more: str = "", arena_wait_s: float = 10.0, host_bytes: int = 32 << 20,
+        http: str = "enabled = false",
+    ) -> None:  # fmt: skip
         self.path = folder / "tierkv.sock"
         self.log = folder / "log"
         self._file = folder / "tierkv.toml"
         self._file.write_text(
             f'[socket]\npath = "{self.path}"\narena_wait = {arena_wait_s}\n'
-            f"[host]\nsize = {host_bytes}\n[http]\nenabled = false\n"
+            f"[host]\nsize = {host_bytes}\n[http]\n{http}\n"
             f'[store]\ngrace = "10s"\n{more}'
         )
 

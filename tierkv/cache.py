@@ -25,6 +25,7 @@ from tierkv.encoder import Encoder
 from tierkv.executor import Executor, Threads
 from tierkv.gate import Gate, named
 from tierkv.health import Health, lane
+from tierkv.identity import from_wire
 from tierkv.key import KEY_BYTES
 from tierkv.matches import Matches
 from tierkv.moves import Moves
@@ -115,9 +116,9 @@ class TierKV:
         return store
 
     def encode_with(self, encoder: Encoder) -> None:
-        """Let demotions make other profiles of exact copies, on a lane of their own."""
+        """Let demotions have other profiles of exact copies, on a lane of their own."""
         with self._store.lock:
-            self._demotions.encoder = encoder
+            self._store.encoder = encoder
             self._store.catalog.let_encode()
 
     @property
@@ -188,6 +189,14 @@ class TierKV:
         """Give a reservation up."""
         with self._store.lock:
             return self._puts.abort(owner, call)
+
+    def introduce(self, owner: int, call: calls.IdentityCall) -> calls.Done:
+        """Learn of a model. Raises: TierKVError (invalid)."""
+        del owner
+        identity = from_wire(call.identity)
+        with self._store.lock:
+            self._store.offers.introduce(identity)
+        return calls.Done()
 
     def flush(self, call: calls.FlushCall, done: Callable[[calls.FlushReply], None]) -> None:
         """Answer when everything asked for is durable, failed, or the deadline passed."""

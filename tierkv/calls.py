@@ -201,6 +201,8 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Send the payload checksums with the commit: RAM is verified on every read."""
     fallback: str = "lossless"
     """Profile of a block that `profile` cannot take."""
+    stranger: bool = False
+    """The model is not known here: introduce it (`IdentityCall`)."""
 
 
 class CommitCall(Call, frozen=True, tag="commit"):
@@ -219,6 +221,13 @@ class CommitCall(Call, frozen=True, tag="commit"):
     segments: bytes = b""
     copied_s: float = 0.0
     """Seconds of copying, where all units are raw; 0: not told."""
+
+
+class IdentityCall(Call, frozen=True, tag="identity"):
+    """Introduce a model whose blocks this client puts, so that they can be encoded again."""
+
+    identity: bytes
+    """See `tierkv.identity.to_wire`."""
 
 
 class SettleCall(Call, frozen=True, tag="settle"):
@@ -302,6 +311,7 @@ AnyCall = (
     | ClaimCall
     | PutCall
     | CommitCall
+    | IdentityCall
     | AbortCall
     | FlushCall
     | ClearCall

@@ -56,6 +56,9 @@ NONE = units.NONE
 MANY = 256
 """From here on numpy takes less time than a loop over rows."""
 
+ENDS = ("end1", "end2", "end3")
+"""By segments: bytes of the frame cut short behind so many; 0 where that is not known."""
+
 COLUMNS = {
     "part": "h",
     "tier": "b",
@@ -73,13 +76,9 @@ COLUMNS = {
     "sibling": "i",
     "serial": "I",
     "allowance": "h",
-    "end1": "i",
-    "end2": "i",
-    "end3": "i",
+    "fixed": "b",  # 1: who encodes could not encode it again
+    **dict.fromkeys(ENDS, "i"),
 }
-ENDS = ("end1", "end2", "end3")
-"""By segments: bytes of the frame cut short behind so many; 0 where that is not known."""
-
 Rows = Sequence[int]
 Column = int | npt.NDArray[Any]
 """A value for many rows, or one for each."""
@@ -127,6 +126,7 @@ class Catalog:
     sibling: "array[int]"
     serial: "array[int]"
     allowance: "array[int]"
+    fixed: "array[int]"
     end1: "array[int]"
     end2: "array[int]"
     end3: "array[int]"
@@ -204,7 +204,7 @@ class Catalog:
             self.nbytes[row], self.allocated[row] = unit.nbytes, unit.allocated
             self.locator[row], self.namespace[row] = unit.locator, unit.namespace
             self.generation[row], self.position[row] = unit.generation, unit.position
-            self.allowance[row] = unit.allowance
+            self.allowance[row], self.fixed[row] = unit.allowance, 0
             self.end1[row], self.end2[row], self.end3[row] = unit.end1, unit.end2, unit.end3
             self.tier[row], self.serial[row] = tier, (self.serial[row] + 1) & 0xFFFFFFFF
         before = self._units.lead(np.array(rows, np.int32))
@@ -226,7 +226,7 @@ class Catalog:
         """
         rows = self._take_rows(keys)
         at = np.array(rows, np.int32)
-        unknown = dict.fromkeys(("allowance", *ENDS), 0)
+        unknown = dict.fromkeys(("allowance", "fixed", *ENDS), 0)
         for name, values in {"part": part, "tier": tier, **unknown, **columns}.items():
             self.column(name)[at] = values
         self.column("serial")[at] += np.uint32(1)

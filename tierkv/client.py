@@ -25,6 +25,7 @@ from tierkv.calls import (
     FlushReply,
     GetCall,
     GetReply,
+    IdentityCall,
     MatchCall,
     MatchReply,
     PutCall,
@@ -35,6 +36,7 @@ from tierkv.calls import (
     WaitCall,
 )
 from tierkv.codec import RAW, profile_of
+from tierkv.identity import Identity, to_wire
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
@@ -280,6 +282,11 @@ class Client:
         self._channel = channel
         self._open: dict[int, MatchCall] = {}
         self._fetched: dict[int, Transfer] = {}
+        self._models: dict[bytes, Identity] = {}
+
+    def introduce(self, identity: Identity) -> None:
+        """Know a model by its family; a store is told when it asks, and may encode its blocks."""
+        self._models[identity.family] = identity
 
     def match(self, call: MatchCall) -> MatchReply:
         """Return the longest usable run; `pending` when more is on its way (see `wait`)."""
@@ -362,6 +369,8 @@ class Client:
         if arena is None:
             return None
         reply = self._channel.call(call)
+        if isinstance(reply, PutReply) and reply.stranger and call.family in self._models:
+            self._channel.post(IdentityCall(identity=to_wire(self._models[call.family])))
         if not isinstance(reply, PutReply) or not reply.reservation:
             self._channel.give_back()
             return None

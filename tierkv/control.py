@@ -39,6 +39,9 @@ class Control(Protocol):
     def commit(self, owner: int, call: calls.CommitCall) -> calls.Done:
         """Make written units visible."""
 
+    def introduce(self, owner: int, call: calls.IdentityCall) -> calls.Done:
+        """Learn of a model."""
+
     def abort(self, owner: int, call: calls.AbortCall) -> calls.Done:
         """Give a reservation up."""
 
@@ -93,6 +96,7 @@ def acts(control: Control) -> dict[type[calls.Call], Act]:
         calls.PutCall: control.put,
         calls.CommitCall: control.commit,
         calls.AbortCall: control.abort,
+        calls.IdentityCall: control.introduce,
         calls.PolicyCall: control.policy,
         calls.ExplainCall: control.explain,
     }

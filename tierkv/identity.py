@@ -124,6 +124,19 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return DTYPE_BYTES[self.kv_dtype]
 
 
+def to_wire(identity: Identity) -> bytes:
+    """Return an identity in msgpack."""
+    return msgspec.msgpack.encode(identity)
+
+
+def from_wire(data: bytes) -> Identity:
+    """Read what `to_wire` wrote. Raises: TierKVError (invalid): it is no identity."""
+    try:
+        return msgspec.msgpack.decode(data, type=Identity)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"not an identity: {error}") from error
+
+
 def _u64(value: int) -> bytes:
     return struct.pack("<Q", value)
 

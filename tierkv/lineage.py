@@ -43,8 +43,10 @@ def makes(view: Catalog, row: int, profile: int) -> bool:
         return False
     if new == mine or cut(view, row, profile):
         return True
-    smaller = view.encodes and new.segments == 1 and new.ratio > mine.ratio
-    return smaller and not mine.lossy and (not new.lossy or profile in view.allowed(row))
+    smaller = new.segments == 1 and new.ratio > mine.ratio and not mine.lossy
+    if not smaller or not view.encodes or view.fixed[row]:
+        return False
+    return not new.lossy or profile in view.allowed(row)
 
 
 def cut(view: Catalog, row: int, profile: int) -> int:

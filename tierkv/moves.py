@@ -5,7 +5,6 @@ and frees pages; in a log it only changes what the catalog says, and the tail be
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,13 +16,6 @@ from tierkv.plan import Kind, Move
 from tierkv.store import Store
 from tierkv.tier import ALIGN, DONE, RAM, Item, Outcome, Status
 from tierkv.tiers.host import aligned
-
-
-class Encoded(NamedTuple):
-    """A frame that was encoded again: memory for a tier's buffers, and its bytes."""
-
-    memory: memoryview
-    nbytes: int
 
 
 def stamp(head: memoryview, header: frame.Header, fidelity: int) -> None:

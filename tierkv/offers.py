@@ -19,9 +19,11 @@ from tierkv.errors import invalid
 from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.frame import NO_ARTIFACT
 from tierkv.gate import Gate, Verdict
+from tierkv.identity import Identity
 from tierkv.key import KEY_BYTES
 
 MAX_FAMILIES = 4096
+MAX_MODELS = 256
 MAX_REASONS = 64
 """Reasons kept apart; later ones are counted together."""
 OTHERS = "other reasons"
@@ -85,6 +87,8 @@ class Offers:
         """By codec id: the profiles whose frames readers may be given."""
         self._families: dict[bytes, bytes] = {}
         """Of fingerprints that something was put under."""
+        self._models: dict[bytes, Identity] = {}
+        """By family: what was introduced."""
         self._usual: set[bytes] = set()
 
     def allowance(self, call: PutCall) -> Allowance:
@@ -104,6 +108,20 @@ class Offers:
         """
         family = self._families.get(header.fingerprint, b"")
         return self._allowance(family, header.artifact, header.fidelity, context)
+
+    def introduce(self, identity: Identity) -> None:
+        """Note a model; of too many the first is forgotten."""
+        self._models[identity.family] = identity
+        if len(self._models) > MAX_MODELS:
+            del self._models[next(iter(self._models))]
+
+    def knows(self, family: bytes) -> bool:
+        """Return whether a model was introduced."""
+        return family in self._models
+
+    def identity_of(self, header: frame.Header) -> Identity | None:
+        """Return the model of a frame, but for the epoch of its weights; None: not introduced."""
+        return self._models.get(self._families.get(header.fingerprint, b""))
 
     def note_levels(self, artifact: bytes) -> None:
         """Note that an artifact's profiles have the usual levels: a whole block of one had them.

@@ -69,7 +69,7 @@ class Puts:
 
     def put(self, owner: int, call: PutCall) -> PutReply:
         """Plan a put and reserve what it may write. Raises: TierKVError (invalid)."""
-        store = self._store
+        store, catalog = self._store, self._store.catalog
         parts = store.parts_of(call.parts)
         check_hints(call)
         raw = _raw_bytes(call, len(parts), count_keys(call.keys, len(parts)))
@@ -86,7 +86,7 @@ class Puts:
         offers = {offer.profile.number: offer for offer in store.offers.allowed(call)}
         if not offers:
             return self._refuse("gate", known.count(False))
-        store.policy.used(store.catalog, use_of(call, parts, sum(raw), store.clock()))
+        store.policy.used(catalog, use_of(call, parts, sum(raw), store.clock()))
         profile = self._profile(call.keys, known, offers)
         before = self._before(heads, known)
         plan = self._plan(call.keys, known, raw, profile)
@@ -125,6 +125,7 @@ class Puts:
             runs=runs,
             seal=seal,
             fallback=fallback_of(offers.values(), profile).name,
+            stranger=catalog.encodes and bool(call.family) and not store.offers.knows(call.family),
         )
 
     def _profile(self, keys: bytes, known: list[bool], offers: dict[int, Offer]) -> Profile:

@@ -70,6 +70,7 @@ def report(
             queued_bytes=write_behind.nbytes,
             limit_bytes=store.settings.write_behind_bytes * len(queues),
             oldest_s=now - min(oldest) if oldest else 0.0,
+            going_bytes=write_behind.going,
         ),
         profiles=tuple(_profiles(store)),
         profile_refusals=dict(store.offers.refusals),
@@ -145,6 +146,7 @@ def _enabled(store: Store) -> dict[str, str]:
         "profiles": ", ".join(_in_use(store)),
         "sync": store.settings.sync,
         "verify": store.settings.verify,
+        "codec worker": store.encoder.state if store.encoder is not None else "none",
         "state": f"misses only: {store.broken}" if store.broken else "serving",
     }
 

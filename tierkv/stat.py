@@ -55,6 +55,8 @@ class WriteBehindStat(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int = 0
     oldest_s: float = 0.0
     """Age of the frame that has waited longest."""
+    going_bytes: int = 0
+    """Bytes of RAM that demotions under way will free."""
 
 
 class HoldStat(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +145,10 @@ COUNTERS: dict[str, str] = {
     "downgraded": "Copies cut short where they lie, to a coarser profile; not a failure.",
     "demoted": "Copies that left RAM for a lower tier; not a failure.",
     "promoted": "Copies read up from a lower tier; not a failure.",
-    "encode_refused": "Copies that a demotion could not encode again.",
+    "encoded": "Copies encoded again on their way down; not a failure.",
+    "encode_refused": "Copies that a demotion could not encode again: the codec cannot take them.",
+    "encode_failed": "Copies that stayed because the codec worker died or hung over them.",
+    "encode_down": "Copies that stayed because there was no codec worker to encode them.",
     "moves_refused": "Moves that a policy named and that were not lawful: a bug of the policy.",
     "sync_failed": "Flushes that could not make blocks durable.",
     "off_nvme": "Times that NVMe was left alone for some seconds: it failed or hung.",

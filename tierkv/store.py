@@ -19,6 +19,7 @@ from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
 from tierkv.cost import Rates
+from tierkv.encoder import Encoder
 from tierkv.errors import invalid
 from tierkv.executor import Executor
 from tierkv.gate import Gate
@@ -125,6 +126,7 @@ class Store:
         self.clock = clock
         self.settings = settings
         self.offers = Offers(gate)
+        self.encoder: Encoder | None = None
         self.policy = self.new_policy(settings.policy)
         self.namespaces = Namespaces()
         self._parts: dict[bytes, list[int]] = {}

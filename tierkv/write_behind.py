@@ -18,8 +18,9 @@ from typing import NamedTuple
 from tierkv import lineage
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import NONE, READY, Rows
+from tierkv.encoder import Encoded
 from tierkv.limits import count_keys, seconds_of
-from tierkv.moves import Encoded, Moves, prefix
+from tierkv.moves import Moves, prefix
 from tierkv.namespace import digest_of
 from tierkv.plan import Move
 from tierkv.region_reclaim import RegionReclaim
@@ -108,6 +109,11 @@ class WriteBehind:
     def nbytes(self) -> int:
         """Bytes waiting in all queues."""
         return sum(queue.nbytes for queue in self.queues)
+
+    @property
+    def going(self) -> int:
+        """Bytes of RAM that demotions under way will free."""
+        return self._moves.going
 
     def offer(self, rows: Rows, *, bounded: bool = True) -> None:
         """Queue RAM placements for every lower tier that lacks them. Under the store's lock.

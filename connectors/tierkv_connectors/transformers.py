@@ -110,6 +110,7 @@ class PrefixCache:
         self.tokens_by_tier: Counter[str] = Counter()
         """Tokens that loads reused, by the tier they came from."""
         self._client = client
+        client.introduce(self.identity)
         self._model = model
         self._namespace = namespace
         self._fidelity = fidelity

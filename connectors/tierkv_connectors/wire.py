@@ -47,6 +47,7 @@ REPLIES: dict[type[calls.Call], msgspec.msgpack.Decoder[Any]] = {
     calls.PutCall: msgspec.msgpack.Decoder(calls.PutReply),
     calls.CommitCall: msgspec.msgpack.Decoder(calls.Done),
     calls.AbortCall: msgspec.msgpack.Decoder(calls.Done),
+    calls.IdentityCall: msgspec.msgpack.Decoder(calls.Done),
     calls.FlushCall: msgspec.msgpack.Decoder(calls.FlushReply),
     calls.ClearCall: msgspec.msgpack.Decoder(calls.ClearReply),
     calls.StatCall: msgspec.msgpack.Decoder(dict[str, Any]),

@@ -15,6 +15,7 @@ MAX_TOKENS = 1 << 16
 MAX_POSITION = 1 << 31
 MAX_RAW_BYTES = 1 << 40
 MAX_DEADLINE_S = 86400.0
+MAX_IDENTITY_BYTES = 4 << 20
 _FINGERPRINT_BYTES = 32
 _SIZE_BYTES = 8
 _WINDOW_BYTES = 4
@@ -65,6 +66,11 @@ def _commit(call: calls.CommitCall) -> str:
     return "lengths must be whole int64" if len(call.lengths) % _SIZE_BYTES else ""
 
 
+def _identity(call: calls.IdentityCall) -> str:
+    size = len(call.identity)
+    return f"an identity of {size} bytes" if size > MAX_IDENTITY_BYTES else ""
+
+
 def _clear(call: calls.ClearCall) -> str:
     return _name(call.namespace)
 
@@ -85,6 +91,7 @@ _CHECKS: dict[type[calls.Call], Callable[[Any], str]] = {
     calls.ClaimCall: _claim,
     calls.CommitCall: _commit,
     calls.ClearCall: _clear,
+    calls.IdentityCall: _identity,
 }
 
 

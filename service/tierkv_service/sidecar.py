@@ -28,7 +28,8 @@ from tierkv.record import Recorder
 from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
 from tierkv.stat import from_wire
 from tierkv_connectors.private import Order
-from tierkv_service import http
+from tierkv_service import codec_process, http
+from tierkv_service.codec_process import CodecProcess
 from tierkv_service.locks import Locks
 from tierkv_service.loop import Loop, on_signals
 from tierkv_service.server import Server
@@ -69,6 +70,10 @@ def run(settings: Settings, *, parent: int = 0, record: Path | None = None) -> i
             ends.callback(pages.stop)
         store = TierKV.open(settings, gate, Recorder(record) if record else None)
         ends.callback(store.close, settings.store.grace_s)
+        if codec_process.possible() and (settings.nvme or settings.redis):
+            codecs = CodecProcess(store.host, path)
+            ends.callback(codecs.close)
+            store.encode_with(codecs)
         serve(store, store.host, locks, settings.socket, parent=parent, pages=pages)
     return 0
 

@@ -25,15 +25,22 @@ from tests.property.test_store_machine import (
 )
 from tests.stores import ONE, PAGE, Rig, chain, fill, pattern
 from tests.unit.test_gate import domain, entry
-from tierkv import frame, lineage
+from tierkv import calls, frame, lineage
 from tierkv.catalog import READY
 from tierkv.client import Written
 from tierkv.codec import BY_NUMBER, KVTC, Profile
+from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
+from tierkv.identity import Identity, LayerSpec, Rope, to_wire
 from tierkv.plan import Kind, Move
+from tierkv.tiers.host import aligned
 
-FAMILY = hashlib.sha256(b"machine").digest()
+IDENTITY = Identity(
+    model="machine", weights="0", kv_dtype="bf16", tokens_per_block=64,
+    layers=(LayerSpec(kv_heads=2, k_dim=16, v_dim=16, rope=Rope()),) * 2,
+)  # fmt: skip
+FAMILY = IDENTITY.family
 ARTIFACT = hashlib.sha256(b"artifact").digest()
 CLASSES = {
     "kvtc@4x": Fidelity.NEAR_LOSSLESS, "kvtc@8x": Fidelity.NEAR_LOSSLESS,
@@ -55,16 +62,21 @@ CUTS = st.sampled_from([(700, 5000, PAGE, PAGE), (PAGE, 10, 10, 10), (10, PAGE, 
 class Halves:
     """Keeps half of what it gets, whatever the profile."""
 
+    state = "in this process"
+
+    def __init__(self, arena: memoryview) -> None:
+        self._arena = arena
+
     def encode(
-        self,
-        header: frame.Header,
-        payload: Sequence[memoryview],
+        self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
         profile: Profile,
-        out: memoryview,
-    ) -> int:
-        data = b"".join(payload)
-        out[: len(data) // 2] = data[: len(data) // 2]
-        return len(data) // 2
+    ) -> Encoded | Lost:  # fmt: skip
+        pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
+        data = b"".join(frame.cut(pieces, header.header_bytes, header.payload_bytes))
+        start = frame.header_bytes(1)
+        memory = aligned(start + len(data) // 2)
+        memory[start : start + len(data) // 2] = data[: len(data) // 2]
+        return Encoded(memory, start + len(data) // 2)
 
 
 class MovesMachine(StoreMachine):
@@ -74,7 +86,8 @@ class MovesMachine(StoreMachine):
 
     def open_rig(self, **fields: Any) -> Rig:
         rig = Rig(PAGES, [self.open_tier()], gate=GATE, **fields)
-        rig.store.encode_with(Halves())
+        rig.store.encode_with(Halves(rig.host.view))
+        rig.store.introduce(1, calls.IdentityCall(identity=to_wire(IDENTITY)))
         return rig
 
     def committed(self, space: str, unit: Unit, fidelity: int, data: bytes) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kvtc_rigs import PART, place_at
-from tests.move_rigs import IDENTITY, RAW_BYTES, Logs, MoveRig, Stored, class_of, gate_of, logs
+from tests.move_rigs import RAW_BYTES, Logs, MoveRig, Stored, class_of, gate_of, logs
 from tests.redis_server import RedisServer
 from tests.stores import PAGE, chain
 from tierkv import demotions, frame
@@ -22,7 +22,6 @@ from tierkv.plan import Kind
 from tierkv.tier import ALIGN, RAM
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv_codecs import CODECS, Place
-from tierkv_codecs.encoder import BlockEncoder
 
 NVME, REDIS = 1, 2
 KEYS = chain(1, 2)
@@ -145,7 +144,7 @@ def test_an_exact_copy_is_demoted_encoded_again(
     opened: Logs, redis: RedisTier, source: str, name: str
 ) -> None:
     rig = MoveRig([opened(), redis])
-    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    rig.encode()
     stored = rig.put_blocks(KEYS, source)
     rig.order(Kind.DEMOTE, KEYS[:1], NVME, RAM, name)
     rig.order(Kind.DEMOTE, KEYS[1:], REDIS, RAM, name)
@@ -201,7 +200,7 @@ def test_a_log_forgets_the_tail_of_a_frame_and_reads_the_rest(opened: Logs) -> N
 
 def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
     rig = MoveRig([opened()], gate=gate_of("kvtc@4x", "kvtc@16x"))
-    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    rig.encode()
     stored = rig.put_blocks(KEYS, "kvtc@4x")
     raws = chain(2, 1)
     rig.put_blocks(raws, "raw")
@@ -220,7 +219,7 @@ def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
 
 def test_blocks_of_exact_readers_are_never_made_worse(opened: Logs) -> None:
     rig = MoveRig([opened()])
-    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    rig.encode()
     (stored, *_) = rig.put_blocks(KEYS, "raw", Fidelity.EXACT)
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
     rig.relieve()
@@ -239,7 +238,7 @@ def test_blocks_of_exact_readers_are_never_made_worse(opened: Logs) -> None:
 def test_what_cannot_be_encoded_stays_in_ram(opened: Logs, knows: bool) -> None:
     rig = MoveRig([opened()])
     if knows:
-        rig.store.encode_with(BlockEncoder({}))
+        rig.encode(knows=False)
     rig.put_blocks(KEYS, "raw")
     before = used(rig, RAM)
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
@@ -253,7 +252,7 @@ def test_what_cannot_be_encoded_stays_in_ram(opened: Logs, knows: bool) -> None:
 
 def test_a_clear_in_the_middle_of_a_demotion_wins(opened: Logs) -> None:
     rig = MoveRig([opened()])
-    rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+    rig.encode()
     rig.put_blocks(KEYS, "raw")
     rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
     rig.relieve()
@@ -269,7 +268,7 @@ def test_a_kill_in_the_middle_of_moves_loses_nothing_durable(opened: Logs) -> No
     while running:
         rig = MoveRig([opened()], write_behind_bytes=1 << 30)
         keys, safe = chain(10 + step, 2), chain(50 + step, 2)
-        rig.store.encode_with(BlockEncoder({IDENTITY.fingerprint: IDENTITY}))
+        rig.encode()
         rig.put_blocks(safe, "kvtc@4x")
         assert rig.flush(safe, parts=(PART,)) == b"\1\1"
         rig.put_blocks(keys, "raw")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.catalog import LEAVING, Catalog
-from tierkv.codec import PROFILES, Profile
+from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.cost import Rates
 from tierkv.plan import Kind
 from tierkv.policies.configurations import PLAIN, PROGRESSIVE, Configurations, Form
@@ -38,7 +38,7 @@ class Steps:
         self._bit = {one.number: 1 << names.index(one.name) for one in PROFILES.values()}
         self._profile = [PROFILES[name].number for name in names]
         self._exact = sum(self._bit[one.number] for one in PROFILES.values() if not one.lossy)
-        self._masks: dict[int, int] = {}
+        self._masks: dict[tuple[int, bool], int] = {}
         self.alone = [
             {one.number: known.named(tier, one.name) for one in PROFILES.values()}
             for tier in range(self._tiers)
@@ -105,12 +105,14 @@ class Steps:
         return barred
 
     def allowed(self, view: Catalog, row: int) -> int:
-        """Return the forms that may be made of a placement, as bits."""
-        number = view.allowance[row]
-        mask = self._masks.get(number)
+        """Return the forms that may be made of a placement, as bits: cuts where nothing encodes."""
+        encodes = view.encodes and not view.fixed[row]
+        kind = view.allowance[row], encodes
+        mask = self._masks.get(kind)
         if mask is None:
-            lossy = sum(self._bit[one] for one in view.allowed(row))
-            mask = self._masks[number] = self._exact | lossy
+            may = [one for one in view.allowed(row) if encodes or BY_NUMBER[one].levels]
+            lossy = sum(self._bit[one] for one in may)
+            mask = self._masks[kind] = lossy | (self._exact if encodes else 0)
         return mask
 
     def read(self, tier: int, current: int, step: int) -> tuple[Kind, int, int]:

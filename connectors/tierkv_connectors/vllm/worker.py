@@ -97,6 +97,7 @@ class Worker(Reports):
         super().__init__()
         self._kept = kept
         self._client = client
+        client.introduce(kept.identity)
         self._executor = executor
         self._edge = edge
         self._device = device
