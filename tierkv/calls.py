@@ -7,6 +7,7 @@ for each unit, uint16.
 """
 
 import msgspec
+import numpy as np
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 << 20
@@ -319,3 +320,14 @@ AnyCall = (
     | PolicyCall
     | ExplainCall
 )
+
+
+def frames_of(arena: memoryview, run_counts: bytes, runs: bytes) -> list[list[memoryview]]:
+    """Return the views of each unit's runs."""
+    pairs = np.frombuffer(runs, "<i8").reshape(-1, 2).tolist()
+    out: list[list[memoryview]] = []
+    at = 0
+    for count in np.frombuffer(run_counts, "<u2").tolist():
+        out.append([arena[start : start + length] for start, length in pairs[at : at + count]])
+        at += count
+    return out

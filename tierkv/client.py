@@ -34,6 +34,7 @@ from tierkv.calls import (
     SettleCall,
     StatCall,
     WaitCall,
+    frames_of,
 )
 from tierkv.codec import RAW, profile_of
 from tierkv.identity import Identity, to_wire
@@ -298,7 +299,7 @@ class Client:
         if not isinstance(reply, MatchReply):
             return MISS
         if got is not None and arena is not None and got.transfer:
-            frames = _cut_frames(arena, got.run_counts, got.runs)
+            frames = frames_of(arena, got.run_counts, got.runs)
             self._fetched[reply.match] = Transfer(self._channel, got, call, frames)
         elif reply.match:
             self._open[reply.match] = call
@@ -340,7 +341,7 @@ class Client:
             self.release(match)
             return None
         del self._open[match]
-        frames = _cut_frames(arena, reply.run_counts, reply.runs)
+        frames = frames_of(arena, reply.run_counts, reply.runs)
         return Transfer(self._channel, reply, call, frames)
 
     def claim(self, match: int, start: int, call: MatchCall) -> Transfer | None:
@@ -360,7 +361,7 @@ class Client:
         if not isinstance(reply, GetReply) or not reply.transfer:
             self._channel.give_back()
             return None
-        frames = _cut_frames(arena, reply.run_counts, reply.runs)
+        frames = frames_of(arena, reply.run_counts, reply.runs)
         return Transfer(self._channel, reply, call, frames)
 
     def put(self, call: PutCall) -> Reservation | None:
@@ -374,7 +375,7 @@ class Client:
         if not isinstance(reply, PutReply) or not reply.reservation:
             self._channel.give_back()
             return None
-        return Reservation(self._channel, reply, _cut_frames(arena, reply.run_counts, reply.runs))
+        return Reservation(self._channel, reply, frames_of(arena, reply.run_counts, reply.runs))
 
     def flush(self, call: FlushCall) -> bytes:
         """Wait until blocks are durable; one byte per unit, 1 where they are."""
@@ -396,14 +397,3 @@ class Client:
     def close(self) -> None:
         """End the connection; leases end with it."""
         self._channel.close()
-
-
-def _cut_frames(arena: memoryview, run_counts: bytes, runs: bytes) -> list[Pieces]:
-    """Return the views of each unit's runs."""
-    pairs = np.frombuffer(runs, "<i8").reshape(-1, 2).tolist()
-    out: list[Pieces] = []
-    at = 0
-    for count in np.frombuffer(run_counts, "<u2").tolist():
-        out.append([arena[start : start + length] for start, length in pairs[at : at + count]])
-        at += count
-    return out

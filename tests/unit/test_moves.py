@@ -11,14 +11,24 @@ import pytest
 import torch
 
 from tests.kvtc_rigs import PART, place_at
-from tests.move_rigs import RAW_BYTES, Logs, MoveRig, Stored, class_of, gate_of, logs
+from tests.move_rigs import (
+    RAW_BYTES,
+    Commanded,
+    Logs,
+    MoveRig,
+    Stored,
+    class_of,
+    gate_of,
+    logs,
+)
 from tests.redis_server import RedisServer
 from tests.stores import PAGE, chain
-from tierkv import demotions, frame
-from tierkv.catalog import NONE
-from tierkv.codec import INT8, LOSSLESS, PROFILES
+from tierkv import demotions, frame, lineage
+from tierkv.catalog import NONE, Catalog
+from tierkv.codec import INT8, LOSSLESS, PROFILES, RAW
 from tierkv.fidelity import Fidelity
-from tierkv.plan import Kind
+from tierkv.plan import Kind, Move
+from tierkv.policies.steps import Steps
 from tierkv.tier import ALIGN, RAM
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv_codecs import CODECS, Place
@@ -289,3 +299,86 @@ def test_a_kill_in_the_middle_of_moves_loses_nothing_durable(opened: Logs) -> No
         again.idle()
         step += 1
     assert step > 4
+
+
+def test_what_could_not_be_encoded_is_not_chosen_again(opened: Logs) -> None:
+    rig = MoveRig([opened()])
+    rig.encode(knows=False)
+    rig.put_blocks(KEYS, "raw")
+    rows, catalog = [rig.row(key, RAM) for key in KEYS], rig.catalog
+    steps = Steps(rig.store._store.rates())
+    smaller = [INT8.number, LOSSLESS.number]
+    before = steps.allowed(catalog, rows[0])
+    assert all(lineage.makes(catalog, row, one) for row in rows for one in smaller)
+    rig.order(Kind.DEMOTE, KEYS[:1], NVME, RAM, "int8")
+    rig.relieve()
+    rig.inline.drain()
+    assert not any(lineage.makes(catalog, rows[0], one) for one in smaller)
+    assert lineage.makes(catalog, rows[0], RAW.number), "as it is, it may go"
+    assert all(lineage.makes(catalog, rows[1], one) for one in smaller)
+    assert steps.allowed(catalog, rows[0]) & ~before == 0
+    assert steps.allowed(catalog, rows[0]) < steps.allowed(catalog, rows[1]) == before
+    rig.store._store.drop(rows)
+    again = rig.put_blocks(KEYS, "raw")
+    assert lineage.makes(catalog, rig.row(KEYS[0], RAM), INT8.number), "another block in the row"
+    assert len(again) == 2
+
+
+class Counting(Commanded):
+    """Counts how often it was asked for what takes I/O."""
+
+    asked = 0
+
+    def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
+        self.asked += not at_once
+        return super().reclaim(view, tier, need, at_once=at_once)
+
+
+def test_the_policy_is_asked_when_bytes_came_in_and_less_where_it_had_nothing(
+    opened: Logs,
+) -> None:
+    rig = MoveRig([opened()], pages=512)
+    policy = Counting(2)
+    rig.store._store.policy = rig.commanded = policy
+    capacity = rig.host.space().capacity
+    rig.put_blocks(chain(40, 1), "raw")
+    for _ in range(5):
+        rig.clock.now += 60.0
+        rig.store.tick()
+    assert policy.asked == 1, "nothing came in"
+    asked = []
+    for session in range(2, 26):
+        rig.put_blocks(chain(session, 1), "raw")
+        rig.store.tick()
+        asked.append(policy.asked)
+    assert asked[:2] == [2, 3]
+    late = asked[-1] - asked[-9]
+    assert late <= 1 + 8 * RAW_BYTES * 1.2 / (capacity / 8), "it has nothing, again and again"
+    rig.put_blocks(KEYS, "raw")
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "raw")
+    rig.relieve()
+    before = policy.asked
+    rig.put_blocks(chain(30, 1), "raw")
+    rig.store.tick()
+    assert policy.asked == before + 1, "as often as before once it had something"
+    other = Counting(2)
+    rig.store._store.policy = other
+    rig.store.tick()
+    assert other.asked == 1, "another policy may know better"
+    rig.inline.drain()
+    rig.idle()
+
+
+def test_no_more_waits_for_the_encoder_than_it_has_time_for(opened: Logs) -> None:
+    rig = MoveRig([opened()], pages=512)
+    rig.encode()
+    keys = chain(3, 12)
+    rig.put_blocks(keys, "raw")
+    rig.order(Kind.DEMOTE, keys, NVME, RAM, "int8")
+    rig.relieve()
+    held = [rig.catalog.holds[rig.row(key, RAM)] for key in keys]
+    assert sum(held) == demotions.ENCODES
+    rig.inline.drain()
+    assert rig.count("encoded") == demotions.ENCODES
+    assert len(rig.get_blocks(keys)) == len(keys)
+    rig.idle()

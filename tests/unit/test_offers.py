@@ -10,12 +10,13 @@ import pytest
 from tests.memory_tier import MemoryTier
 from tests.stores import Rig, chain
 from tests.unit.test_gate import domain, entry
-from tierkv import codec, frame, gate
+from tierkv import codec, frame, gate, identity
 from tierkv.cache import TierKV
 from tierkv.codec import Profile
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
+from tierkv.identity import Identity, LayerSpec, Rope
 from tierkv.offers import MAX_REASONS, OTHERS, Offers
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stat import from_wire
@@ -270,3 +271,26 @@ def test_settings_name_the_file(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(TierKVError, match=r"gate\.json: .*format"):
         TierKV.open(Settings(host=host, store=StoreSettings(gate=str(path))))
+
+
+def test_models_are_introduced_by_family_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.offers.MAX_MODELS", 2)
+    layers = (LayerSpec(kv_heads=2, k_dim=64, v_dim=64, rope=Rope(rotary_dim=64)),) * 3
+    models = [
+        Identity(model=name, weights="0", kv_dtype="bf16", tokens_per_block=64, layers=layers)
+        for name in ("one", "two", "three")
+    ]
+    offers = Offers(None)
+    for model in models:
+        told = identity.from_wire(identity.to_wire(model))
+        assert told == model
+        offers.introduce(told)
+    assert [offers.knows(model.family) for model in models] == [False, True, True]
+    for rubbish in (
+        b"",
+        b"\x80",
+        identity.to_wire(models[0])[:-1],
+        identity.to_wire(models[0]).replace(b"bf16", b"bf17"),
+    ):
+        with pytest.raises(TierKVError):
+            identity.from_wire(rubbish)
