@@ -30,7 +30,9 @@ from tierkv.identity import Identity, to_wire
 from tierkv.tiers.host import aligned
 from tierkv_service.session import ArenaFile
 
-START_S = 60.0
+NICE = 10
+"""A tenth of a busy core: at 19 it would not even be ready within minutes there."""
+START_S = 300.0
 """How long a worker may take to be ready: it imports torch, on a machine that may be busy."""
 JOB_S = 30.0
 """How long it may take for a block: the first of a profile may have to be compiled."""
@@ -200,6 +202,7 @@ class CodecProcess:
                     pass_fds=(self._arena.fd, self._out),
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             order = Order(
                 arena=self._arena.fd,
                 arena_bytes=self._arena.nbytes,

@@ -1,6 +1,6 @@
 """Codec worker: encodes exact blocks of the arena again, in a process of its own.
 
-`codec_process` starts it and has the messages. It takes one core at the lowest priority, maps the
+`codec_process` starts it and has the messages. It takes one core at a low priority, maps the
 arena for reading, and holds the arena's lock meanwhile, as every process does that maps it. It ends
 with the sidecar. An error that is not a codec's own word ends it too: another one is started.
 """
@@ -27,8 +27,6 @@ from tierkv_codecs.encoder import encode_again
 from tierkv_connectors.arena import ArenaLock
 from tierkv_service.codec_process import Answer, Job, Order, receive, send
 
-NICE = 19
-
 identity_of = functools.lru_cache(maxsize=16)(from_wire)
 
 
@@ -50,7 +48,6 @@ class Payload:
 def main() -> int:
     """Answer the sidecar at standard input until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the sidecar ends, then we do
-    os.nice(NICE)
     torch.set_num_threads(1)
     with socket.socket(fileno=os.dup(0)) as sock:
         order = msgspec.msgpack.decode(receive(sock), type=Order)

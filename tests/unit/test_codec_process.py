@@ -111,7 +111,7 @@ def test_a_worker_makes_the_bytes_that_the_codec_makes(bench: Bench) -> None:
             check(bench.encode(stored, profile), stored.block, profile)
     first = bench.pid
     assert bench.codecs.state == f"pid {first}, {len(blocks) * len(FIXED)} blocks, 1 starts"
-    assert os.getpriority(os.PRIO_PROCESS, first) == 19
+    assert os.getpriority(os.PRIO_PROCESS, first) == codec_process.NICE > 0
 
 
 def test_a_block_that_a_codec_cannot_take_is_refused_and_the_worker_stays(bench: Bench) -> None:

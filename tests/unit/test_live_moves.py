@@ -33,7 +33,7 @@ GRANULE = {"host": 16 << 10, "nvme": 4096}
 HANGS_S = 4.0
 BEFORE = f"""
 from tierkv_service import codec_process
-codec_process.JOB_S, codec_process.MIN_PAUSE_S = {HANGS_S}, 0.1
+codec_process.JOB_S, codec_process.MIN_PAUSE_S, codec_process.NICE = {HANGS_S}, 0.1, 0
 """
 Copies = dict[bytes, tuple[Copy, ...]]
 
