@@ -176,7 +176,7 @@ class Kvtc:
         self, segments: Sequence[Sequence[Stream]], marks: bytes, tokens: int
     ) -> list[Group[np.int32]]:
         """Return the tokens by grades with their indices at the last level. Raises: CodecError."""
-        groups = unpacked(self.artifact_file, marks, tokens)
+        groups = unpacked(self.artifact_file, marks, tokens, len(segments) - 1)
         for number, streams in enumerate(segments):
             for side, tables in enumerate(self.artifact_file.tables):
                 parts = [

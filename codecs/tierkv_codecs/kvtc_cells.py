@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv_codecs.bits import Bytes, Floats, kernel, least, most
+from tierkv_codecs.bits import Bytes, Floats, float_of, kernel, least, most, upper_bits
 from tierkv_codecs.kvtc_stream import MOST, OFFSETS, SHIFTS, Shifts
 
 CENTRES = 3
@@ -82,6 +82,7 @@ def _restore(
     out: Floats,
 ) -> None:
     of = np.zeros(CENTRES, np.float32)
+    cells, line = np.zeros(len(columns), np.int32), np.zeros(len(columns), np.float32)
     for c in range(len(out)):
         row, to, shift = indices[c], out[c], np.int64(shifts[c])
         if shift >= SHIFTS:
@@ -92,14 +93,22 @@ def _restore(
         for kind in range(CENTRES):
             of[kind] = np.float32(centres[c, kind]) / np.float32(CENTRE_UNIT)
         first, second, more = of[0], of[1], of[2]
-        by, offset = (shift, np.int64(offsets[shift])) if finest else (0, 0)
+        if finest:
+            for j in range(len(columns)):
+                magnitude = (abs(np.int64(row[j])) + offsets[shift]) >> shift
+                cells[j] = magnitude if row[j] > 0 else -magnitude
+        else:
+            for j in range(len(columns)):
+                cells[j] = row[j]
         for j in range(len(columns)):
-            index = np.int64(row[j])
-            magnitude = (abs(index) + offset) >> by
+            cell = cells[j]
+            magnitude = np.int32(abs(cell))
             centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
             value = (np.float32(magnitude) + centre) * step - edge
             value = value if magnitude > 0 else np.float32(0.0)
-            to[columns[j]] = value if index > 0 else -value
+            line[j] = value if cell > 0 else -value
+        for j in range(len(columns)):
+            to[columns[j]] = line[j]
 
 
 @kernel
@@ -130,3 +139,14 @@ def _add_sums(
             parts += sign * (magnitude * CENTRE_UNIT + centre)
             signs += sign
         sums[c] += parts * (float(1 << shift) / CENTRE_UNIT) - signs * (offset + 0.5)
+
+
+@kernel
+def add_columns(bits: NDArray[np.int16], more: NDArray[np.int16], columns: Columns) -> None:
+    """Add bfloat16 numbers [rows, columns] to some columns of others, whose bits are given."""
+    for r in range(len(more)):
+        row, other = bits[r], more[r]
+        for j in range(len(columns)):
+            one = float_of(np.int32(row[columns[j]]) << 16)
+            two = float_of(np.int32(other[j]) << 16)
+            row[columns[j]] = upper_bits(one + two, 16)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tierkv_codecs.bits import Floats
 from tierkv_codecs.codec import Unsuited
 from tierkv_codecs.kvtc_artifact import GRADES, USUAL, Artifact, project
-from tierkv_codecs.kvtc_cells import Columns, indices_of, restore, restore_finest
+from tierkv_codecs.kvtc_cells import Columns, add_columns, indices_of, restore, restore_finest
+from tierkv_codecs.tensors import bits_of
 
 GRADES_PER_BYTE = 4
 N = TypeVar("N", bound=np.signedinteger[Any])
@@ -172,14 +173,19 @@ def packed_bytes(tokens: int) -> int:
     return -(-tokens // GRADES_PER_BYTE)
 
 
-def unpacked(artifact: Artifact, data: bytes, tokens: int) -> list[Group[np.int32]]:
-    """Return the groups of a block with nothing decoded yet: the inverse of `packed`."""
+def unpacked(artifact: Artifact, data: bytes, tokens: int, level: int) -> list[Group[np.int32]]:
+    """Return the groups of a block with nothing decoded yet: the inverse of `packed`.
+
+    They have room for the components that a reader of a level has.
+    """
     pairs = np.frombuffer(data, np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)
     grades = (pairs & 3).reshape(-1)[:tokens]
     found = []
     for grade in np.unique(grades):
-        at = np.flatnonzero(grades == grade)
-        keys, values = (np.zeros((len(side.basis), len(at)), np.int32) for side in artifact.sides)
+        at, plan = np.flatnonzero(grades == grade), artifact.plan(level, int(grade))
+        keys, values = (
+            np.zeros((artifact.ready(side, plan).rank, len(at)), np.int32) for side in (0, 1)
+        )
         found.append(Group(int(grade), at, (keys, values)))
     return found
 
@@ -252,5 +258,9 @@ class Restored:
         """Return centred features of a run, bfloat16 [tokens, features]."""
         found = self._synthesis[span] @ self._usual
         if self._rest.numel():
-            found[:, self._some] += self._more[span] @ self._rest
+            more = self._more[span] @ self._rest
+            if found.device.type == "cpu":
+                add_columns(bits_of(found).numpy(), bits_of(more).numpy(), self._some.numpy())
+            else:
+                found[:, self._some] += more
         return found.T

@@ -39,6 +39,8 @@ MOST = (1 << 15) - 1
 """The largest magnitude of an index."""
 KINDS = 7
 """Ways that a refinement can go."""
+GUESSES = 128
+"""Parts of the range whose first symbol is known: a search begins there."""
 
 Indices = NDArray[np.int16]
 Words = NDArray[np.uint16]
@@ -271,7 +273,7 @@ def _pull(  # noqa: PLR0913, PLR0917
     before, after, start = level
     first, refine = tables
     starts = np.zeros(FIRST_SYMBOLS + 1, np.int64)
-    bounds = np.zeros(FIRST_SYMBOLS - 1, np.int32)
+    guesses = np.zeros(GUESSES, np.int64)
     lows, sizes = np.zeros(KINDS, np.int64), np.zeros(KINDS, np.int64)
     for c in range(len(q)):
         if after[c] == before[c]:
@@ -280,32 +282,44 @@ def _pull(  # noqa: PLR0913, PLR0917
         if shift == NONE:
             shift = int(start[c])
             _starts(first[c], starts)
-            for i in range(FIRST_SYMBOLS - 1):
-                bounds[i] = starts[i + 1]
-            at, escaped = _pull_first(q[c], bounds, starts, states, more, at, escapes, escaped)
+            _guess(starts, guesses)
+            at, escaped = _pull_first(q[c], guesses, starts, states, more, at, escapes, escaped)
             if at > count or escaped > escapes.size:
                 return count + 1, escaped
         while shift > after[c]:
             _kinds(refine[c, shift], lows, sizes)
-            at = _pull_refined(q[c], shift & 1, lows, sizes, states, more, at)
+            if shift & 1:
+                at = _pull_odd(q[c], lows, sizes, states, more, at)
+            else:
+                at = _pull_even(q[c], lows, sizes, states, more, at)
             if at > count:
                 return count + 1, escaped
             shift -= 1
     return at, escaped
 
 
+@kernel
+def _guess(starts: Longs, guesses: Longs) -> None:
+    """Fill in the symbol with which each of equal parts of the range begins."""
+    symbol = 0
+    for part in range(GUESSES):
+        while part * (TOTAL // GUESSES) >= starts[symbol + 1]:
+            symbol += 1
+        guesses[part] = symbol
+
+
 @inlined
 def _take(x: Any, low: Any, size: Any, words: Words, at: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- int64 inside a kernel
     """Pop a symbol; returns the state and the next word's place."""
     x = size * (x >> 12) + (x & (TOTAL - 1)) - low
-    under = x < LOW
-    return (x << 16) | np.int64(words[at]) if under else x, at + np.int64(under)
+    under, word = x < LOW, np.int64(words[at])
+    return (x << 16) | word if under else x, at + np.int64(under)
 
 
 @kernel
 def _pull_first(
     row: NDArray[np.int32],
-    bounds: NDArray[np.int32],
+    guesses: Longs,
     starts: Longs,
     states: Longs,
     words: Words,
@@ -315,12 +329,13 @@ def _pull_first(
 ) -> tuple[int, int]:
     for t in range(len(row)):
         x = states[t & 3]
-        slot, i = np.int32(x & (TOTAL - 1)), np.int32(0)
-        for j in range(FIRST_SYMBOLS - 1):
-            i += np.int32(slot >= bounds[j])
+        slot = x & (TOTAL - 1)
+        i = guesses[slot // (TOTAL // GUESSES)]
+        while slot >= starts[i + 1]:
+            i += 1
         low = starts[i]
         states[t & 3], at = _take(x, low, starts[i + 1] - low, words, at)
-        b = np.int64(i) - ESCAPE
+        b = i - ESCAPE
         if abs(b) == ESCAPE:
             if escaped >= escapes.size:
                 return at, escapes.size + 1
@@ -332,27 +347,48 @@ def _pull_first(
 
 
 @kernel
-def _pull_refined(
+def _pull_odd(
     row: NDArray[np.int32],
-    odd: int,
     lows: Longs,
     sizes: Longs,
     states: Longs,
     words: Words,
     at: int,
 ) -> int:
+    """Refine a row from an odd shift, whose zero cells are cut in three."""
     for t in range(len(row)):
-        value = np.int64(row[t])
-        if value == 0 and odd == 0:
-            continue
-        x, a = states[t & 3], abs(value)
-        slot = x & (TOTAL - 1)
-        of_zero = np.int64(slot >= lows[1]) + np.int64(slot >= lows[2])
+        value, x = np.int64(row[t]), states[t & 3]
+        a, slot = abs(value), x & (TOTAL - 1)
+        some, positive = np.int64(slot >= lows[1]), np.int64(slot >= lows[2])
         base = 3 + 2 * np.int64(a > 1)
         upper = np.int64(slot >= lows[base + 1])
-        kind = base + upper if a > 0 else of_zero
+        kind = base + upper if a > 0 else some + positive
         states[t & 3], at = _take(x, lows[kind], sizes[kind], words, at)
-        b = 2 * a - 1 + odd + upper
+        b = 2 * a + upper
         b = b if value > 0 else -b
-        row[t] = b if a > 0 else 2 * np.int64(slot >= lows[2]) - np.int64(slot >= lows[1])
+        row[t] = b if a > 0 else 2 * positive - some
+    return at
+
+
+@kernel
+def _pull_even(
+    row: NDArray[np.int32],
+    lows: Longs,
+    sizes: Longs,
+    states: Longs,
+    words: Words,
+    at: int,
+) -> int:
+    """Refine a row from an even shift, whose zero cells stay whole: nothing is read for them."""
+    for t in range(len(row)):
+        value, x = np.int64(row[t]), states[t & 3]
+        a, slot = abs(value), x & (TOTAL - 1)
+        base = 3 + 2 * np.int64(a > 1)
+        upper = np.int64(slot >= lows[base + 1])
+        taken, to = _take(x, lows[base + upper], sizes[base + upper], words, at)
+        states[t & 3] = taken if a > 0 else x
+        at = to if a > 0 else at
+        b = 2 * a - 1 + upper
+        b = b if value > 0 else -b
+        row[t] = b if a > 0 else 0
     return at

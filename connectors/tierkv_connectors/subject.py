@@ -97,6 +97,8 @@ class TransformersSubject:
             ).eval()
         except (OSError, ValueError) as error:
             raise invalid(f"transformers cannot load {directory}: {error}") from error
+        # Gradients are taken of KV alone; those of weights would take as much again as they do.
+        self._model.requires_grad_(requires_grad=False)
         self._cache_argument = cache_argument(self._model)
         self.identity: Identity = msgspec.structs.replace(
             identity_of(self._model, tokens_per_block), kv_dtype=kv_dtype

@@ -72,7 +72,7 @@ def test_grades_are_written_and_read(tokens: int) -> None:
     found = groups(text_like(tokens, 9, POSITION))
     data = packed(found)
     assert len(data) == -(-tokens // 4)
-    again = unpacked(GRADED, data, tokens)
+    again = unpacked(GRADED, data, tokens, 0)
     assert [group.grade for group in again] == [group.grade for group in found]
     for one, other in zip(found, again, strict=True):
         assert (one.tokens == other.tokens).all()

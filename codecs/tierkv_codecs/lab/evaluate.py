@@ -24,8 +24,9 @@ from tierkv_codecs.lab.texts import Document
 
 KEYS, VALUES, ATTENTION = "keys", "values", "attention"
 KINDS = (KEYS, VALUES, ATTENTION)
-BATCH = 4
-"""Sequences that go through the model together: more are faster and take more memory."""
+BATCH_TOKENS = 4096
+"""Sequences of so many tokens of prefix go through the model together, at least one: more are
+faster and take more memory (of SmolLM2-135M about 1.5 GB)."""
 
 
 class Suite(NamedTuple):
@@ -158,10 +159,11 @@ def evaluate(
     passages = passages_of(subject, documents, suite)
     cutter = Cutter(subject.identity, suite.context, suite.tail)
     table = _Table(subject, cutter, registry, tuple(passages), codecs, fallbacks)
+    size = max(BATCH_TOKENS // suite.context, 1)
     batches = [
-        (domain, mine[at : at + BATCH])
+        (domain, mine[at : at + size])
         for domain, mine in passages.items()
-        for at in range(0, len(mine), BATCH)
+        for at in range(0, len(mine), size)
     ]
     # A prefill costs about what two and a half profiles do.
     costs, done = 2.5 + len(codecs), 0.0
@@ -175,6 +177,7 @@ def evaluate(
                 _warm(cutter, reference, codec, registry)
             table.measure(domain, reference, codec)
             done += 1
+        del reference  # before the next one is made: each holds its prefixes' KV twice
     names = tuple(codec.name for codec in codecs)
     return Results(suite, names, tuple(passages), table.tallies, table.others)
 
