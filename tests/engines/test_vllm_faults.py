@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.test_vllm import BLOCK, NVME, REDIS, begin, find_again, prompt, stat
 from tests.engines.vllm_engine import Engine, needs_vllm
+from tests.engines.vllm_rig import BLOCK, NVME, REDIS, begin, find_again, lose, prompt, stat
 from tests.redis_server import RedisServer
 from tests.sidecars import Process, until
-from tierkv_connectors.sidecar import connect
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,13 +82,6 @@ def right(engine: Engine, sidecar: Process) -> list[list[list[int]]]:
     return [
         [answer.tokens for answer in engine.generate(wave(group), NEW)] for group in range(GROUPS)
     ]
-
-
-def lose(sidecar: Process) -> None:
-    """Clear everything, whatever has been promised of it."""
-    client = connect(sidecar.path)
-    client.clear("default")
-    client.close()
 
 
 def corrupt(sidecar: Process, random: Random) -> None:

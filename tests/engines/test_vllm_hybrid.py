@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.test_vllm import BLOCK, begin, config, find_again, prompt, stat
-from tests.engines.test_vllm_faults import lose
 from tests.engines.tiny_models import gemma
-from tests.engines.vllm_engine import Engine, needs_vllm
+from tests.engines.vllm_engine import Engine
+from tests.engines.vllm_rig import BLOCK, begin, config, find_again, lose, prompt, serving, stat
 from tests.sidecars import Process
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,13 +51,8 @@ def whole(tokens: int) -> int:
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    needs_vllm()
-    one = Process(tmp_path_factory.mktemp("hybrid"), "", host_bytes=RAM_BYTES)
-    try:
-        begin(one, RAM_BYTES)
+    with serving(tmp_path_factory.mktemp("hybrid"), RAM_BYTES) as one:
         yield one
-    finally:
-        one.kill()
 
 
 @pytest.fixture(scope="module")

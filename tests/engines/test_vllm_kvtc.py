@@ -1,4 +1,4 @@
-"""kvtc through a real vLLM: calibrated, gated, stored by one engine and read from disk by the next.
+"""kvtc through a real vLLM: calibrated, gated, stored, and read from disk by way of a new sidecar.
 
 The artifact and the gate are made as the demo makes them, of less text; they are kept beside the
 model, so that only the first run pays for them.
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.engines.test_vllm import BLOCK, NVME, begin, config, stat
 from tests.engines.vllm_engine import Engine, needs_vllm
+from tests.engines.vllm_rig import BLOCK, NVME, begin, config, find_again, serving, stat
 from tests.sidecars import Process, until
 from tierkv_codecs.lab.evaluate import Suite
 from tierkv_codecs.lab.texts import PROSE, evaluation_texts
@@ -40,10 +40,8 @@ def lossy(model_dir: Path) -> Lossy:
 def sidecar(tmp_path_factory: pytest.TempPathFactory, lossy: Lossy) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("kvtc")
     more = f'gate = "{lossy.gate}"\n' + NVME.format(folder=folder)
-    one = Process(folder, more, host_bytes=RAM_BYTES)
-    begin(one, RAM_BYTES)
-    yield one
-    one.kill()
+    with serving(folder, RAM_BYTES, more) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +67,26 @@ def tier(sidecar: Process, name: str) -> dict[str, Any]:
 def test_a_prefix_comes_back_from_disk_within_its_class_in_a_ninth_of_the_bytes(
     sidecar: Process, lossy: Lossy, model_dir: Path, text: list[int], tmp_path: Path
 ) -> None:
+    """The engine lives on while the sidecar starts again; its own cache is emptied."""
     transfer = config(
         sidecar, profiles=[PROFILE], artifact=lossy.artifact, fidelity=lossy.fidelity.label
     )
     options: dict[str, Any] = {"max_logprobs": -1}
-    with Engine(model_dir, tmp_path / "first.log", transfer, **options) as engine:
+    with Engine(model_dir, tmp_path / "engine.log", transfer, **options) as engine:
         assert engine.generate([text[:LENGTH]], 1)[0].cached == 0
         exact = said(engine, model_dir, text, tmp_path / "exact.npy")
-    blocks = STORED // BLOCK
-    assert until(lambda: tier(sidecar, "nvme")["placements"] == blocks)
-    assert stat(sidecar)["counters"].get("put_fallback", 0) == 0
-    rows = json.loads(Path(lossy.gate).with_name("rows.json").read_bytes())
-    (ratio,) = (one["ratio_payload"] for one in rows if one["domain"] == PROSE)
-    shrunk = blocks * RAW_BYTES / tier(sidecar, "nvme")["used_bytes"]
-    assert ratio > 8.5
-    assert shrunk > 1.5 * ratio, "float32 has twice the bytes that the lab counts against"
-    sidecar.stop()
-    begin(sidecar, RAM_BYTES)
-    with Engine(model_dir, tmp_path / "second.log", transfer, **options) as engine:
+        blocks = STORED // BLOCK
+        assert until(lambda: tier(sidecar, "nvme")["placements"] == blocks)
+        assert stat(sidecar)["counters"].get("put_fallback", 0) == 0
+        rows = json.loads(Path(lossy.gate).with_name("rows.json").read_bytes())
+        (ratio,) = (one["ratio_payload"] for one in rows if one["domain"] == PROSE)
+        shrunk = blocks * RAW_BYTES / tier(sidecar, "nvme")["used_bytes"]
+        assert ratio > 8.5
+        assert shrunk > 1.5 * ratio, "float32 has twice the bytes that the lab counts against"
+        sidecar.stop()
+        begin(sidecar, RAM_BYTES)
+        find_again(engine)
+        assert engine.reset_prefix_cache()
         warm = engine.generate([text[:LENGTH]], 1)[0]
         assert warm.cached == STORED
         label = lossy.fidelity.label

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.test_vllm import BLOCK, begin, config, prompt, stored
-from tests.engines.test_vllm_faults import lose
 from tests.engines.tiny_models import llama, lora_of
-from tests.engines.vllm_engine import Answer, Engine, needs_vllm
+from tests.engines.vllm_engine import Answer, Engine
+from tests.engines.vllm_rig import BLOCK, config, lose, prompt, serving, stored
 from tests.sidecars import Process, until
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,11 +26,8 @@ DRAFTS = {
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    needs_vllm()
-    one = Process(tmp_path_factory.mktemp("lora"), host_bytes=RAM_BYTES)
-    begin(one, RAM_BYTES)
-    yield one
-    one.kill()
+    with serving(tmp_path_factory.mktemp("lora"), RAM_BYTES) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
