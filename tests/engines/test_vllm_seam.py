@@ -1,30 +1,43 @@
-"""What the sides of the connector tell each other, in vLLM's own classes, without an engine."""
+"""What vLLM says without an engine: of its tensors, configs, and the connector's two sides."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.engines.vllm_engine import environment, needs_vllm, python
+from tierkv_connectors.transformers_identity import identity_of
 
-PROGRAM = Path(__file__).with_name("vllm_seam.py")
+pytestmark = pytest.mark.timeout(600)
+
+Says = Callable[[str], Any]
+CASES = [f"{dtype} {tokens}" for dtype in ("float32", "bfloat16") for tokens in (32, 128)]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    needs_vllm()
-    done = subprocess.run(
-        [python(), PROGRAM], env=os.environ | environment(),
-        capture_output=True, text=True, check=False, timeout=110,
-    )  # fmt: skip
-    sys.stderr.write(done.stderr)
-    assert done.returncode == 0
-    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def found(vllm_says: Says) -> dict[str, Any]:
+    answers: dict[str, Any] = vllm_says("seam")
     return answers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_holds(vllm_says: Says, case: str) -> None:
+    """Its own attention writes KV, and our layout finds it."""
+    assert vllm_says("layout")[case] == "holds"
+
+
+@pytest.mark.parametrize("wrong", ["K and V swapped", "K not transposed"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_layout_is_seen(vllm_says: Says, case: str, wrong: str) -> None:
+    reason = vllm_says("layout")[f"{case} {wrong}"]
+    assert reason == "keys of model.layers.0.self_attn.attn are not where we look"
+
+
+def test_vllm_and_transformers_agree_on_an_identity(vllm_says: Says, model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    assert vllm_says("fingerprint") == identity_of(model).fingerprint.hex()
 
 
 def test_a_worker_that_keeps_nothing_says_so_at_start(found: dict[str, Any]) -> None:

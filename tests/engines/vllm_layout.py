@@ -1,10 +1,5 @@
-"""Run by vLLM's own Python: its KV tensors, its attention's own writing, and our self-test of them.
+"""Run by vLLM's own Python: its KV tensors, its attention's writing, our self-test of them."""
 
-Writes one line of JSON: for each case what came of it, "holds" or the reason of the refusal.
-"""
-
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +81,7 @@ WRONG = {"K and V swapped": swapped, "K not transposed": layout._fused}
 
 
 def outcomes() -> dict[str, str]:
+    """Return for each case what came of it: "holds", or the reason of the refusal."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for tokens in (32, 128):
@@ -99,6 +95,3 @@ def outcomes() -> dict[str, str]:
                 found[f"{case} {name}"] = engine.outcome()
             layout._ARRANGEMENTS[attention] = known
     return found
-
-
-sys.stdout.write(json.dumps(outcomes()) + "\n")

@@ -1,11 +1,6 @@
-"""Run by vLLM's own Python: what the two sides of the connector say to each other, in its classes.
+"""Run by vLLM's own Python: what the sides of the connector say to each other, in its classes."""
 
-Writes one line of JSON: what came of each question.
-"""
-
-import json
 import pickle
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,14 +59,7 @@ def events() -> list[Any]:
     return [*found, stream.events_of(config, cache, kept)]
 
 
-sys.stdout.write(
-    json.dumps(
-        {
-            "refusal": refusal(),
-            "words": words(),
-            "events": events(),
-            "watched": [hasattr(EngineCore, name) for name in weights.WATCHED],
-        }
-    )
-    + "\n"
-)
+def answers() -> dict[str, Any]:
+    """Return what came of each question."""
+    watched = [hasattr(EngineCore, name) for name in weights.WATCHED]
+    return {"refusal": refusal(), "words": words(), "events": events(), "watched": watched}
