@@ -2,13 +2,11 @@
 
 The first use of a page in a process is a fault: for all pages of a block they take almost as long
 as its copy, in the midst of a save. So pages are entered into the page table beforehand, in steps,
-by a thread that rests longer than it works; that also takes a fifth of what the faults take. What
-the sidecar has not backed yet is waited for: to touch it would take memory in the sidecar's stead.
+by a thread that rests longer than it works; that also takes a fifth of what the faults take.
 """
 
 import contextlib
 import ctypes
-import mmap
 import threading
 import time
 
@@ -17,8 +15,6 @@ from tierkv_connectors import threads
 STEP_BYTES = 16 << 20
 REST = 3.0
 """Seconds of rest for each second of work."""
-LOOK_S = 0.25
-"""Seconds between two looks at memory that is not backed yet."""
 _POPULATE_READ = 22
 
 
@@ -50,9 +46,6 @@ class Entered:
         while self.nbytes < len(arena) and not self._ending.is_set():
             started = time.monotonic()
             with arena[self.nbytes : self.nbytes + STEP_BYTES] as step:
-                if not is_backed(step):
-                    self._ending.wait(LOOK_S)
-                    continue
                 enter(step)
                 self.nbytes += len(step)
             self._ending.wait(REST * (time.monotonic() - started))
@@ -64,21 +57,5 @@ def enter(memory: memoryview) -> None:
     Reading is enough: pages of a shared mapping that may be written are entered as such. A kernel
     that cannot do it (before 5.14) leaves it to the faults.
     """
-    size = ctypes.c_size_t(len(memory))
-    ctypes.CDLL(None).madvise(_address(memory, 0), size, _POPULATE_READ)
-
-
-def is_backed(memory: memoryview) -> bool:
-    """Return whether the last page of shared memory exists, in whatever process it was used.
-
-    A sidecar backs its arena from the start on.
-    """
-    answer = ctypes.c_ubyte(0)
-    last = (len(memory) - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-    size = ctypes.c_size_t(1)
-    ctypes.CDLL(None).mincore(_address(memory, last), size, ctypes.byref(answer))
-    return bool(answer.value & 1)
-
-
-def _address(memory: memoryview, offset: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, offset)))
+    start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    ctypes.CDLL(None).madvise(start, ctypes.c_size_t(len(memory)), _POPULATE_READ)
