@@ -36,7 +36,7 @@ import zstandard
 from bench.timing import machine
 from tierkv_codecs.codec import Place
 from tierkv_codecs.kvtc import LAYERS_AT_ONCE, Kvtc, codecs_of
-from tierkv_codecs.kvtc_artifact import GRADES, USUAL, Artifact, project, read
+from tierkv_codecs.kvtc_artifact import ANCHOR, USUAL, Artifact, project, read
 from tierkv_codecs.kvtc_grades import coefficients_of, split
 from tierkv_codecs.kvtc_measure import measure
 from tierkv_codecs.kvtc_rows import rows_of
@@ -92,7 +92,7 @@ def coefficients(artifact: Artifact, blocks: list[tuple[int, torch.Tensor]]) -> 
 
 def ungraded(artifact: Artifact) -> Artifact:
     """Return an artifact that gives every token the usual grade."""
-    header = msgspec.structs.replace(artifact.header, grades=(1,) * GRADES)
+    header = msgspec.structs.replace(artifact.header, grades=(1,) * ANCHOR, cuts=(1e30,) * ANCHOR)
     return dataclasses.replace(artifact, header=header)
 
 
@@ -160,7 +160,7 @@ def products(
         forward += [(ready.basis, narrow.T), (ready.wide, of_side.T)]
         made = [(ready.synthesis, split(torch.randn(ready.rank, BLOCK), len(ready.wide)))]
         done = ready
-        for grade in range(USUAL + 1, GRADES):
+        for grade in range(USUAL + 1, ANCHOR):
             ready, some = artifact.ready(side, artifact.plan(level, grade)), grades >= grade
             if some.any() and ready.rank > done.rank:
                 forward.append((ready.basis[done.rank :], narrow[torch.from_numpy(some)].T))

@@ -7,7 +7,7 @@ import torch
 from tierkv.identity import LayerSpec, Rope
 from tierkv.part import Part
 from tierkv_codecs.codec import Place
-from tierkv_codecs.kvtc_artifact import GRADES, Artifact, ArtifactHeader, unpack
+from tierkv_codecs.kvtc_artifact import ANCHOR, Artifact, ArtifactHeader, unpack
 from tierkv_codecs.kvtc_calibrate import Rows, calibrate
 from tierkv_codecs.kvtc_rows import plain_rows_of
 from tierkv_codecs.rope import rope
@@ -47,7 +47,7 @@ def foreign(tokens: int, seed: int) -> torch.Tensor:
 
 def header(ratios: tuple[float, ...] = RATIOS) -> ArtifactHeader:
     return ArtifactHeader(
-        format=2,
+        format=3,
         model="synthetic",
         weights="seed 7",
         part=tuple(PART),
@@ -57,8 +57,8 @@ def header(ratios: tuple[float, ...] = RATIOS) -> ArtifactHeader:
         errors=((1.0, 1.0),) * (len(ratios) + 1),
         step=1.0,
         drift_steps=(1.0,) * len(ratios),
-        grades=(0,) * GRADES,
-        cuts=(0.0,) * (GRADES - 1),
+        grades=(0,) * ANCHOR,
+        cuts=(0.0,) * ANCHOR,
         tokens=0,
         text="0" * 64,
     )
@@ -75,7 +75,8 @@ def calibration_rows(count: int = 16, tokens: int = 256, *, graded: bool = False
     held = torch.arange(len(keys)) // tokens % 8 == 7
     metrics = roots @ roots.transpose(2, 3)
     costs = (keys[:, 0].float() * (2 if graded else 0)).exp()
-    return Rows(keys, values, (metrics[0], metrics[1]), held, costs)
+    pair = (metrics[0], metrics[1])
+    return Rows(keys, values, pair, pair, held, costs)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ further one refines it, so any prefix of the segments is a payload. The first to
 are stored exactly, in segment 0. `docs/FORMAT.md` section 11 has the bytes.
 
 A block that the calibration does not fit is refused (Unsuited), not ruined: the guard compares the
-error of some of its tokens, in the metric of the basis, with what held-out text had.
+error of some of its values, in the metric of the basis, with what held-out text had.
 """
 
 import struct
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv_codecs.codec import CodecError, Place, Unsuited
-from tierkv_codecs.kvtc_artifact import CODEC_ID, Artifact
+from tierkv_codecs.kvtc_anchors import joined
+from tierkv_codecs.kvtc_artifact import ANCHOR, CODEC_ID, Artifact
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
 from tierkv_codecs.kvtc_drift import losses_of, rounded
@@ -30,6 +31,7 @@ from tierkv_codecs.kvtc_grades import (
     Group,
     Restored,
     coefficients_of,
+    empty_groups,
     packed,
     packed_bytes,
     unpacked,
@@ -39,13 +41,14 @@ from tierkv_codecs.kvtc_stream import LANES, Level, Stream, StreamError, Tables,
 from tierkv_codecs.tensors import FLOATS, bytes_of, check_out
 
 STREAMS = 3
-"""Keys, values, and the drift of the values."""
-HEAD = struct.Struct(f"<{2 * STREAMS}I")
-"""Words and escapes of each stream."""
+"""Keys, values, and the drift of the values; in segment 0 the anchors, too."""
+HEAD = struct.Struct("<2I")
+"""Words and escapes of a stream."""
 STATES = 4 * LANES
 BOUND_EXTRA = 1024
-GUARD = 1.7
-"""A block is refused when its error exceeds that of held-out text so many times."""
+GUARD = 1.5
+"""A block is refused when its values' error exceeds that of held-out text so many times; that of n
+tokens may be larger by 1/n, for few tokens differ more."""
 GUARD_TOKENS = 16
 """So many tokens, spread over the block, are looked at by the guard."""
 LAYERS_AT_ONCE = 5
@@ -79,11 +82,17 @@ class Kvtc:
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
         found = coefficients_of(self.artifact_file, rows, self.levels - 1)
         groups = found.groups(self.artifact_file, self.levels - 1)
-        at = np.linspace(0, len(rows[0]) - 1, min(GUARD_TOKENS, len(rows[0]))).astype(np.int64)
-        errors, lost = losses_of(self.artifact_file, rows, groups, self.levels, at)
-        self._watch(errors, found.grades[at])
-        pieces = [self._segment(groups, lost[number], number) for number in range(self.levels)]
-        pieces[0] = exact + packed(groups) + pieces[0]
+        others = len(found.grades)
+        at = np.linspace(0, others - 1, min(GUARD_TOKENS, others)).astype(np.int64)
+        errors, lost = losses_of(self.artifact_file, found.rows, groups, self.levels, at)
+        self._watch(errors[1], found.grades[at])
+        anchors = torch.from_numpy(np.flatnonzero(found.marks == ANCHOR))
+        apart = self.artifact_file.anchors.encode((rows[0][anchors], rows[1][anchors]))
+        pieces = [
+            self._segment(groups, lost[number], number, () if number else (apart,))
+            for number in range(self.levels)
+        ]
+        pieces[0] = exact + packed(found.marks) + pieces[0]
         data = np.frombuffer(b"".join(pieces), np.uint8)
         if data.size > self.bound(block.numel() * block.itemsize):
             raise Unsuited("it does not shrink")
@@ -114,17 +123,24 @@ class Kvtc:
                 f"{len(pieces[0])} bytes cannot hold {sinks} exact tokens and {tokens} grades"
             )
         out[:, :, :sinks] = _exact(pieces[0][:exact], out[:, :, :sinks])
-        marks, pieces[0] = pieces[0][exact:before], pieces[0][before:]
-        level, streams = len(pieces) - 1, [_streams(piece) for piece in pieces]
-        groups = self._groups(streams, marks, tokens)
+        marks, pieces[0] = unpacked(pieces[0][exact:before], tokens), pieces[0][before:]
+        level = len(pieces) - 1
+        streams = [_streams(piece, STREAMS + (number == 0)) for number, piece in enumerate(pieces)]
+        groups = self._groups(streams, marks)
+        drift = self._drift(streams[-1][2], level)
+        anchors = self._anchors(streams[0][-1], int((marks == ANCHOR).sum()))
+        anchors[1] -= drift
         sides = [Restored(self.artifact_file, groups, side, level, out.device) for side in (0, 1)]
         means = self._means(out.device)
-        means = (means[0], means[1] + self._drift(streams[-1][2], level).to(out.device))
+        means = (means[0], means[1] + drift.to(out.device))
         width = means[0].numel() // len(place.layers)
         for start in range(0, len(place.layers), LAYERS_AT_ONCE):
             stop = min(start + LAYERS_AT_ONCE, len(place.layers))
             features = slice(start * width, stop * width)
-            keys, values = (side.features(features) for side in sides)
+            keys, values = (
+                joined(side.features(features), apart[:, features], marks == ANCHOR)
+                for side, apart in zip(sides, anchors, strict=True)
+            )
             write_rows(
                 (keys, values),
                 place.layers[start:stop],
@@ -150,15 +166,21 @@ class Kvtc:
         return keys.mean.to(device), values.mean.to(device)
 
     def _watch(self, errors: NDArray[np.float64], grades: NDArray[np.uint8]) -> None:
-        """Compare errors [side, tokens] with those of calibration. Raises: Unsuited."""
+        """Compare errors of values [tokens] with those of calibration. Raises: Unsuited."""
         if not len(grades):
             return
         plans = [self.artifact_file.plan(self.levels - 1, int(grade)) for grade in grades]
-        expected = np.array([self.artifact_file.header.errors[plan] for plan in plans]).T
-        if float((errors / expected).mean(1).max()) > self.guard:
+        expected = np.array([self.artifact_file.header.errors[plan][1] for plan in plans])
+        if float((errors / expected).mean()) > self.guard * (1 + 1 / len(grades)):
             raise Unsuited("it is out of the artifact's domain")
 
-    def _segment(self, groups: Sequence[Group[np.int16]], lost: torch.Tensor, number: int) -> bytes:
+    def _segment(
+        self,
+        groups: Sequence[Group[np.int16]],
+        lost: torch.Tensor,
+        number: int,
+        more: Sequence[Stream],
+    ) -> bytes:
         artifact, coded = self.artifact_file, []
         for side in (0, 1):
             parts = [
@@ -168,15 +190,16 @@ class Kvtc:
         drifted = rounded(lost, artifact.header.drift_steps[number])
         tables = drift_tables(artifact.drift[number])
         coded.append(encode([(drifted, drift_level(len(drifted)))], tables))
-        head = [part.size for one in coded for part in one[1:]]
-        parts_of = [one[at].tobytes() for at in range(STREAMS) for one in coded]
-        return HEAD.pack(*head) + b"".join(parts_of)
+        coded += more
+        heads = [HEAD.pack(words.size, escapes.size) for _, words, escapes in coded]
+        parts_of = [one[at].tobytes() for at in range(len(coded[0])) for one in coded]
+        return b"".join(heads + parts_of)
 
     def _groups(
-        self, segments: Sequence[Sequence[Stream]], marks: bytes, tokens: int
+        self, segments: Sequence[Sequence[Stream]], marks: NDArray[np.uint8]
     ) -> list[Group[np.int32]]:
         """Return the tokens by grades with their indices at the last level. Raises: CodecError."""
-        groups = unpacked(self.artifact_file, marks, tokens, len(segments) - 1)
+        groups = empty_groups(self.artifact_file, marks, len(segments) - 1)
         for number, streams in enumerate(segments):
             for side, tables in enumerate(self.artifact_file.tables):
                 parts = [
@@ -185,6 +208,13 @@ class Kvtc:
                 ]
                 _decode(parts, tables, streams[side])
         return groups
+
+    def _anchors(self, stream: Stream, tokens: int) -> torch.Tensor:
+        """Return the anchors' centred features, float32 [2, anchor, p]. Raises: CodecError."""
+        try:
+            return self.artifact_file.anchors.decode(stream, tokens)
+        except StreamError:
+            raise CodecError("the payload is not one of this artifact") from None
 
     def _drift(self, stream: Stream, level: int) -> torch.Tensor:
         """Return what the values of the block have on average lost. Raises: CodecError."""
@@ -234,16 +264,16 @@ def _exact(data: bytes, like: torch.Tensor) -> torch.Tensor:
     return raw.view(like.dtype).view(like.shape).to(like.device)
 
 
-def _streams(piece: bytes) -> list[Stream]:
+def _streams(piece: bytes, count: int) -> list[Stream]:
     """Return states, words and escapes of the streams. Raises: CodecError."""
-    start = HEAD.size + STREAMS * STATES
+    start = count * (HEAD.size + STATES)
     if len(piece) < start:
         raise CodecError(f"a segment of {len(piece)} bytes is too short")
-    head = HEAD.unpack(piece[: HEAD.size])
+    head = np.frombuffer(piece, "<u4", 2 * count).tolist()
     if start + 2 * sum(head) != len(piece):
         raise CodecError(f"a segment of {len(piece)} bytes does not have the lengths it claims")
-    states = np.frombuffer(piece, "<u4", STREAMS * LANES, HEAD.size).reshape(STREAMS, LANES)
+    states = np.frombuffer(piece, "<u4", count * LANES, count * HEAD.size).reshape(count, LANES)
     ends = np.cumsum([0, *head[::2], *head[1::2]])
     numbers = np.frombuffer(piece, "<u2", offset=start)
     parts = [numbers[a:b] for a, b in pairwise(ends)]
-    return list(zip(states, parts[:STREAMS], parts[STREAMS:], strict=True))
+    return list(zip(states, parts[:count], parts[count:], strict=True))

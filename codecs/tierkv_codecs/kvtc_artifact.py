@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from tierkv.errors import incompatible, invalid
 from tierkv.identity import Identity, LayerSpec
 from tierkv.part import Part
+from tierkv_codecs.kvtc_anchors import Anchors, are_probabilities, sound
 from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
 from tierkv_codecs.kvtc_stream import (
     FIRST_SYMBOLS,
@@ -32,12 +33,13 @@ from tierkv_codecs.kvtc_stream import (
     coarsened,
 )
 
-FORMAT = 2
+FORMAT = 3
 CODEC_ID = 6
 MOST_LEVELS = 8
 GRADES = 4
-USUAL = 1
-"""Grades are 0 to 3: tokens of 0 are coded more coarsely than most, of 2 and 3 more finely."""
+USUAL, FINER, ANCHOR = 1, 2, 3
+"""Grades are 0 to 3: tokens of 0 are coded more coarsely than most, of 2 more finely; those of 3
+are anchors (`kvtc_anchors`)."""
 HEEDED = 256
 """So many leading coefficients of each side say a token's grade."""
 SIDES = ("k", "v")
@@ -51,7 +53,8 @@ class ArtifactHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `ratios` are the nominal ratios of the levels, from the coarsest; `realised` those that the
     plans expect of held-out rows; `errors` is the mean squared error of a held-out token by each
     plan, in squared steps, per side. `drift_steps`: see `kvtc_drift`. `grades` says
-    how many plans each grade is ahead of grade 0, `cuts` where the scores of a higher one begin.
+    how many plans the grades below that of anchors are ahead of grade 0, `cuts` where the scores of
+    a higher one begin.
     """
 
     format: int
@@ -115,12 +118,14 @@ class Artifact:
 
     drift: int16 [levels, p, FIRST_SYMBOLS], probabilities of the drift of values. heed: float32
     [2, h], makes of a token's first h coefficients of each side the score that says its grade.
+    anchors: how tokens of the highest grade are coded.
     """
 
     header: ArtifactHeader
     sides: tuple[Side, Side]
     drift: torch.Tensor
     heed: torch.Tensor
+    anchors: Anchors
     digest: bytes
 
     @property
@@ -155,7 +160,7 @@ class Artifact:
         return first, second
 
     def plan(self, level: int, grade: int) -> int:
-        """Return the plan by which tokens of a grade are coded at a level."""
+        """Return the plan by which tokens of a grade are coded at a level; anchors have none."""
         return min(level + self.header.grades[grade], len(self.header.ratios))
 
     def grades(self, leading: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.uint8]:
@@ -254,7 +259,11 @@ def _weighted(rows: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
 
 
 def pack(
-    header: ArtifactHeader, sides: tuple[Side, Side], drift: torch.Tensor, heed: torch.Tensor
+    header: ArtifactHeader,
+    sides: tuple[Side, Side],
+    drift: torch.Tensor,
+    heed: torch.Tensor,
+    anchors: Anchors,
 ) -> bytes:
     """Return the file of an artifact; the same content gives the same bytes."""
     tensors = {
@@ -262,6 +271,7 @@ def pack(
         for name, side in zip(SIDES, sides, strict=True)
         for field, tensor in side._asdict().items()
     }
+    tensors |= {f"anchors.{field}": of.contiguous() for field, of in anchors._asdict().items()}
     tensors |= {"v.drift": drift.contiguous(), "heed": heed.contiguous()}
     return save(tensors, {"tierkv.kvtc": msgspec.json.encode(header).decode()})
 
@@ -288,11 +298,12 @@ def unpack(data: bytes, name: str = "artifact") -> Artifact:
         sides = _sides(tensors, header)
         drift = _drift(tensors["v.drift"], header, sides[1])
         heed = _heed(tensors["heed"], sides)
+        anchors = _anchors(tensors, header)
     except (KeyError, TypeError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise invalid(
             f"{name} is not a calibration artifact ({error}): make one with `tierkv calibrate`"
         ) from error
-    return Artifact(header, sides, drift, heed, hashlib.sha256(data).digest())
+    return Artifact(header, sides, drift, heed, anchors, hashlib.sha256(data).digest())
 
 
 def _sides(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> tuple[Side, Side]:
@@ -303,7 +314,7 @@ def _sides(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> tuple
     counts = (len(header.realised), len(header.errors) - 1)
     if not 1 <= levels <= MOST_LEVELS or counts != (levels, levels):
         raise ValueError(f"{levels} levels")
-    graded = len(header.grades) == GRADES and len(header.cuts) == GRADES - 1
+    graded = len(header.grades) == len(header.cuts) == ANCHOR
     rising = list(header.grades) == sorted(header.grades) and min(header.grades) >= 0
     if not graded or not rising or list(header.cuts) != sorted(header.cuts):
         raise ValueError(f"grades {header.grades}, cuts {header.cuts}")
@@ -343,12 +354,20 @@ def _side(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int, plans: int
         bool((start[coded] < SHIFTS).all()),
         # A component starts no finer than the first plan that codes it.
         bool((start >= torch.where(shifts < NONE, shifts, 0).amax(0))[coded].all()),
-        _are_probabilities(tensors["first"], tensors["refine"].view(-1, SHIFTS, 4)),
+        are_probabilities(tensors["first"], tensors["refine"].view(-1, SHIFTS, 4)),
         all(bool(tensors[field].isfinite().all()) for field in ("mean", "basis", "wide", "root")),
     ]
     if not all(sound):
         raise ValueError("its plan or its probabilities are not sound")
     return Side(**tensors)
+
+
+def _anchors(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> Anchors:
+    """Return the anchors' part. Raises: ValueError where it is not of this header."""
+    part = Part(*header.part)
+    blocks = len(header.layers) * (part.head_stop - part.head_start)
+    found = {field: tensors[f"anchors.{field}"] for field in Anchors._fields}
+    return sound(found, blocks, header.layers[0].k_dim)
 
 
 def _heed(heed: torch.Tensor, sides: tuple[Side, Side]) -> torch.Tensor:
@@ -371,15 +390,3 @@ def _drift(drift: torch.Tensor, header: ArtifactHeader, values: Side) -> torch.T
     if not (whole and bool((steps > 0).all()) and bool(steps.isfinite().all())):
         raise ValueError("the probabilities of its drift are not sound")
     return drift
-
-
-def _are_probabilities(first: torch.Tensor, refine: torch.Tensor) -> bool:
-    """Say whether every symbol has a share of TOTAL, so that decoding cannot leave its ranges."""
-    zero, negative, one, more = refine.to(torch.int32).unbind(-1)
-    return bool(
-        (first.min() >= 1)
-        and (first.to(torch.int32).sum(-1) == TOTAL).all()
-        and (refine.min() >= 1)
-        and (zero + negative < TOTAL).all()
-        and (torch.maximum(one, more) < TOTAL).all()
-    )

@@ -16,40 +16,43 @@ import torch
 
 from tierkv.errors import invalid
 from tierkv_codecs import kvtc_plan
+from tierkv_codecs.kvtc_anchor_fit import FIRST_RANGE, fit_anchors
+from tierkv_codecs.kvtc_anchors import Anchors
 from tierkv_codecs.kvtc_artifact import HEEDED, WIDE, Artifact, ArtifactHeader, Side, pack
+from tierkv_codecs.kvtc_basis import Basis, fit, weighted, weights
 from tierkv_codecs.kvtc_drift import drift_of
-from tierkv_codecs.kvtc_grades import groups_of
+from tierkv_codecs.kvtc_grades import coefficients_of
 from tierkv_codecs.kvtc_heed import AHEAD, Heed, budgets_of, fit_heed
 from tierkv_codecs.kvtc_measure import Measured, first_table, measure, probabilities, refine_table
 from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, NONE, SHIFTS
 
-HEADROOM = 1.28
+HEADROOM = 1.4
 """A level's budget is what its ratio leaves, less this factor: `kvtc@8x` is to realise 9 (as in the
 paper, whose entropy stage comes on top of the nominal ratio) with headers and drift, and on
 documents that cost more than held-out ones, as code does (it has more costly tokens, too)."""
 VALUES = 1.5
 """What an error of values counts beside one of keys of the same F: a part of it is alike from token
 to token, and a head's output adds that part up. Measured on SmolLM2-135M: 1.4 (prose), 3 (code)."""
-RIDGE = 0.1
-"""Share of its mean that is added to a metric's diagonal: no direction is without weight."""
+ANCHORS = 0.07
+"""Share of the bits of the coarsest level that anchors take: at it they then lose a hundredth of
+what the other tokens do, and their one step is fine enough for all levels."""
+ANCHORS_LEAST = 0.003
+"""Where anchors are rarer than that they do not get more bits each."""
+LEAST = 64
+"""Anchors are learned from at least so many rows, those of the highest scores."""
 HELD = 8
 """One row in so many, in runs of whole sequences, is held out."""
-DRIFT_BLOCK, DRIFT_BLOCKS = 128, 256
+DRIFT_BLOCK, DRIFT_BLOCKS = 128, 128
 """Drift is measured on so many blocks of so many tokens."""
 DRIFT_STEP = 1.5
 """Drift is rounded to so many times its root mean square: about a bit and a half each."""
 SLAB = 512
-SMALL = 8192
-"""Up to so many features the covariance is decomposed exactly, beyond by randomised SVD."""
-SEED = 1
 FAINT = 0.35
 """Components of a smaller standard deviation, in steps, are never worth a bit."""
 SAMPLED = 16
 """One component in so many is looked at to find the step."""
 SLOPE = np.log(2) / 6
 """Squared steps of error that a bit saves in a uniform quantiser of many cells."""
-FIRST_RANGE = 3.0
-"""A component starts at the shift where its standard deviation is at most so many steps."""
 
 Progress = Callable[[str, float], None]
 
@@ -57,26 +60,18 @@ Progress = Callable[[str, float], None]
 class Rows(NamedTuple):
     """Calibration KV of one part: float16 [rows, features] of both sides, and their metrics.
 
-    metrics: float32 [layers x heads, d, d] of both sides. held: bool [rows], set for the sequences
-    that the basis must not see. costs: float32 [rows], what an error in each costs beside others,
-    NaN where it is not known.
+    metrics: float32 [layers x heads, d, d] of both sides, for which no token counts more than a
+    usual one; costly: what that leaves out of the mean over tokens. held: bool [rows], set for the
+    sequences that the basis must not see. costs: float32 [rows], what an error in each costs beside
+    others, NaN where it is not known.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     metrics: tuple[torch.Tensor, torch.Tensor]
+    costly: tuple[torch.Tensor, torch.Tensor]
     held: torch.Tensor
     costs: torch.Tensor
-
-
-class Basis(NamedTuple):
-    """A side's principal components: weights W [blocks, d, d], their inverse, and vectors."""
-
-    mean: torch.Tensor
-    weight: torch.Tensor
-    unweight: torch.Tensor
-    variances: torch.Tensor
-    vectors: torch.Tensor
 
 
 def calibrate(rows: Rows, header: ArtifactHeader, progress: Progress) -> bytes:
@@ -112,9 +107,12 @@ def plan(
 ) -> bytes:
     """Return the artifact for given bases and bits per token of each level, from the coarsest."""
     values = (rows.keys, rows.values)
-    heed = _heed(rows, bases)
-    shares = heed.shares
-    budgets = budgets_of(targets, shares)
+    heed, score = _heed(rows, bases)
+    chosen = score > heed.cuts[-1]
+    chosen[score.topk(min(LEAST, len(score))).indices] = True
+    anchors, spent = _anchors(rows, bases, chosen, targets[0], heed.shares[-1])
+    shares = heed.shares[:-1]
+    budgets = budgets_of([target - spent for target in targets], shares)
     step = _step(values, bases, rows.held, budgets[-1])
     measured = []
     for at, (of_side, basis) in enumerate(zip(values, bases, strict=True)):
@@ -136,7 +134,12 @@ def plan(
     realised = [
         32
         * rows.keys.shape[1]
-        / sum(share * bits[min(level + AHEAD[grade], last)] for grade, share in enumerate(shares))
+        / (
+            spent
+            + sum(
+                share * bits[min(level + AHEAD[grade], last)] for grade, share in enumerate(shares)
+            )
+        )
         for level in range(last)
     ]
     found = msgspec.structs.replace(
@@ -148,90 +151,32 @@ def plan(
         cuts=heed.cuts,
     )
     weights_of = heed.weights[:, : min(len(first.basis), len(second.basis))] * step
-    return _with_drift(found, (first, second), weights_of, rows)
+    return _with_drift(found, (first, second), weights_of, anchors, rows)
 
 
-def _heed(rows: Rows, bases: Sequence[Basis]) -> Heed:
-    """Learn which tokens' errors cost much; `weights` are for coefficients in steps of 1."""
+def _heed(rows: Rows, bases: Sequence[Basis]) -> tuple[Heed, torch.Tensor]:
+    """Learn which tokens' errors cost much, from coefficients in steps of 1; return all scores."""
     known = rows.costs.isfinite()
     first = slice(0, min(HEEDED, rows.keys.shape[1]))
     keys, values = (
-        coefficients(part[known], basis, 1.0, first)
+        coefficients(part, basis, 1.0, first)
         for part, basis in zip((rows.keys, rows.values), bases, strict=True)
     )
-    return fit_heed((keys, values), rows.costs[known])
+    heed = fit_heed((keys[:, known], values[:, known]), rows.costs[known])
+    return heed, heed.weights[0] @ keys + heed.weights[1] @ values
 
 
-def fit(
-    values: torch.Tensor,
-    metric: torch.Tensor,
-    held: torch.Tensor,
-    progress: Callable[[float], None],
-) -> Basis:
-    """Return the principal components of the rows that are not held out, in a metric."""
-    train = values[~held]
-    mean = train.float().mean(0)
-    weight, unweight = weights(metric)
-    vectors, variances = (
-        _exact_components if values.shape[1] <= SMALL else _randomised_components
-    )(train, mean, weight, progress)
-    return Basis(mean, weight, unweight, variances, vectors)
-
-
-def weights(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the square roots of metrics [blocks, d, d], made definite, and their inverses."""
-    dim = metric.shape[1]
-    scale = metric.diagonal(dim1=1, dim2=2).mean(1).double()
-    ridge = RIDGE * scale + 0.01 * RIDGE * scale.mean() + torch.finfo(torch.float32).tiny
-    definite = metric.double() + ridge[:, None, None] * torch.eye(dim, dtype=torch.double)
-    found, vectors = torch.linalg.eigh(definite)
-    roots = found.clamp_min(1e-30).sqrt()[:, None, :]
-    return (
-        (vectors * roots @ vectors.transpose(1, 2)).float(),
-        (vectors / roots @ vectors.transpose(1, 2)).float(),
-    )
-
-
-def weighted(rows: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return centred and weighted rows, float32 [rows, features]."""
-    blocks, dim, _ = weight.shape
-    apart = (rows.float() - mean).view(-1, blocks, dim).transpose(0, 1)
-    return torch.bmm(apart, weight).transpose(0, 1).reshape(len(rows), -1)
-
-
-def _exact_components(
-    train: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor, progress: Callable[[float], None]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    features = train.shape[1]
-    gram = torch.zeros(features, features)
-    for start in range(0, len(train), 4096):
-        some = weighted(train[start : start + 4096], mean, weight)
-        gram.addmm_(some.T, some)
-        progress(0.7 * min(start + 4096, len(train)) / len(train))
-    variances, vectors = torch.linalg.eigh(gram / len(train))
-    progress(1.0)
-    return vectors.flip(1).contiguous(), variances.flip(0).clamp_min(0)
-
-
-def _randomised_components(
-    train: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor, progress: Callable[[float], None]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Randomised SVD (Halko et al., arXiv 0909.4061) with 8 power iterations, a block at a time."""
-    features, iterations = train.shape[1], 8
-    rank = min(SMALL, len(train), features)
-    generator = torch.Generator().manual_seed(SEED)
-    basis = torch.randn(features, rank, generator=generator)
-    for turn in range(iterations + 1):
-        basis = torch.linalg.qr(basis).Q
-        product = torch.zeros(features, rank)
-        for start in range(0, len(train), 4096):
-            some = weighted(train[start : start + 4096], mean, weight)
-            product.addmm_(some.T, some @ basis)
-        if turn < iterations:
-            basis = product
-        progress((turn + 1) / (iterations + 1))
-    variances, vectors = torch.linalg.eigh(basis.T @ product / len(train))
-    return (basis @ vectors.flip(1)).contiguous(), variances.flip(0).clamp_min(0)
+def _anchors(
+    rows: Rows, bases: Sequence[Basis], chosen: torch.Tensor, bits: float, share: float
+) -> tuple[Anchors, float]:
+    """Return how rows that are chosen are coded, and the bits per token of all that they take."""
+    metrics = (rows.costly[0], VALUES * rows.costly[1])
+    unweights = torch.stack([weights(metric)[1] for metric in metrics])
+    pairs = zip((rows.keys, rows.values), bases, strict=True)
+    centred = torch.stack([part[chosen].float() - basis.mean for part, basis in pairs])
+    wanted = ANCHORS * bits / max(share, ANCHORS_LEAST)
+    anchors, taken = fit_anchors(centred, rows.held[chosen], unweights, wanted)
+    return anchors, share * taken
 
 
 def coefficients(values: torch.Tensor, basis: Basis, step: float, part: slice) -> torch.Tensor:
@@ -311,12 +256,16 @@ def nested_plans(
 
 
 def _with_drift(
-    header: ArtifactHeader, sides: tuple[Side, Side], heed: torch.Tensor, rows: Rows
+    header: ArtifactHeader,
+    sides: tuple[Side, Side],
+    heed: torch.Tensor,
+    anchors: Anchors,
+    rows: Rows,
 ) -> bytes:
     """Return the file with the drift of blocks of calibration values measured, level by level."""
     levels = len(header.ratios)
     shape = (levels, len(sides[1].mean), FIRST_SYMBOLS)
-    artifact = Artifact(header, sides, torch.zeros(shape, dtype=torch.int16), heed, b"")
+    artifact = Artifact(header, sides, torch.zeros(shape, dtype=torch.int16), heed, anchors, b"")
     starts = range(0, len(rows.values) - DRIFT_BLOCK + 1, DRIFT_BLOCK)
     found: list[list[torch.Tensor]] = [[] for _ in range(levels)]
     for start in starts[:: max(len(starts) // DRIFT_BLOCKS, 1)]:
@@ -324,8 +273,10 @@ def _with_drift(
             part[start : start + DRIFT_BLOCK].float() - side.mean
             for part, side in zip((rows.keys, rows.values), sides, strict=True)
         )
-        groups = groups_of(artifact, (keys, values), levels - 1)
-        for into, one in zip(found, drift_of(artifact, values, groups, levels), strict=True):
+        block = coefficients_of(artifact, (keys, values), levels - 1)
+        groups = block.groups(artifact, levels - 1)
+        drifted = drift_of(artifact, block.rows[1], groups, levels)
+        for into, one in zip(found, drifted, strict=True):
             into.append(one)
     weighted_drift = [torch.stack(into) for into in found]
     steps = [max(DRIFT_STEP * float(part.square().mean().sqrt()), 1e-6) for part in weighted_drift]
@@ -336,7 +287,7 @@ def _with_drift(
             table[np.arange(len(row)), row] += 1
     drift_table = torch.from_numpy(probabilities(tables).astype(np.int16))
     full = msgspec.structs.replace(header, drift_steps=tuple(steps))
-    return pack(full, sides, drift_table, heed)
+    return pack(full, sides, drift_table, heed, anchors)
 
 
 def _bits(of: Measured, shifts: np.ndarray) -> float:

@@ -2,8 +2,10 @@
 
 A few tokens of a text draw most of the attention of what follows (secondary sinks: now and then a
 " the", a line break), and an error in them costs a hundred times what it costs elsewhere. The
-calibration learned to tell them by their leading coefficients. A token of grade g takes the plan g
-beyond that of a token of grade 0, at every level; its grade is written, so a reader need not guess.
+calibration learned to tell them by their leading coefficients. Tokens of a higher grade take a plan
+beyond that of a lower one, at every level, and anchors are coded apart (`kvtc_anchors`): here, the
+tokens of a block are the others, numbered without them. Grades are written, so a reader need not
+guess.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from tierkv_codecs.bits import Floats
 from tierkv_codecs.codec import Unsuited
-from tierkv_codecs.kvtc_artifact import GRADES, USUAL, Artifact, project
+from tierkv_codecs.kvtc_artifact import ANCHOR, FINER, USUAL, Artifact, project
 from tierkv_codecs.kvtc_cells import Columns, add_columns, indices_of, restore, restore_finest
 from tierkv_codecs.tensors import bits_of
 
@@ -24,7 +26,7 @@ N = TypeVar("N", bound=np.signedinteger[Any])
 
 
 class Group(NamedTuple, Generic[N]):
-    """The tokens of one grade: where they are in the block, and both sides' [rank, tokens].
+    """The tokens of one grade: where they are among the others, and both sides' [rank, tokens].
 
     While encoding int16, the finest indices; while decoding int32, as far as they are known.
     """
@@ -37,10 +39,13 @@ class Group(NamedTuple, Generic[N]):
 class Coefficients(NamedTuple):
     """A block in steps, as finely as each token needs it at a level.
 
-    usual: float32 [rank, tokens] of both sides, for the tokens up to the usual grade. finest: of
-    the tokens `fine`, that have a higher grade, up to their own ranks. grades: uint8 [tokens].
+    marks: uint8, the grades of all tokens. rows: of both sides, without the anchors'. grades: uint8
+    [tokens]. usual: float32 [rank, tokens] of both sides, for the tokens up to the usual grade.
+    finest: of the tokens `fine`, that have a higher grade, up to their own ranks.
     """
 
+    marks: NDArray[np.uint8]
+    rows: tuple[torch.Tensor, torch.Tensor]
     grades: NDArray[np.uint8]
     usual: tuple[Floats, ...]
     fine: NDArray[np.int64]
@@ -82,22 +87,17 @@ def coefficients_of(
         raise Unsuited("it has values that are not finite")
     count = artifact.heed.shape[1]
     grades = artifact.grades((usual[0][:count], usual[1][:count]))
-    plain = [side.cpu().numpy() for side in usual]
+    marks, plain = grades, [side.cpu().numpy() for side in usual]
+    if (marks == ANCHOR).any():
+        others = np.flatnonzero(marks < ANCHOR)
+        rows = (rows[0][torch.from_numpy(others)], rows[1][torch.from_numpy(others)])
+        plain, grades = [np.ascontiguousarray(side[:, others]) for side in plain], marks[others]
     finest = [
         _finest(artifact, number, side, plain[number], level, grades)
         for number, side in enumerate(rows)
     ]
-    return Coefficients(grades, tuple(plain), np.flatnonzero(grades > USUAL), tuple(finest))
-
-
-def groups_of(
-    artifact: Artifact, rows: tuple[torch.Tensor, torch.Tensor], level: int
-) -> list[Group[np.int16]]:
-    """Return centred rows [tokens, features] of both sides as indices at a level, by grades.
-
-    Raises: Unsuited for rows that are not finite.
-    """
-    return coefficients_of(artifact, rows, level).groups(artifact, level)
+    fine = np.flatnonzero(grades > USUAL)
+    return Coefficients(marks, rows, grades, tuple(plain), fine, tuple(finest))
 
 
 def _finest(
@@ -157,12 +157,10 @@ def features_of(
     return (synthesis.to(device) @ split(values, wide).to(device)).float()
 
 
-def packed(groups: Sequence[Group[Any]]) -> bytes:
+def packed(marks: NDArray[np.uint8]) -> bytes:
     """Return the grade of each token, two bits each, the first in the lowest bits."""
-    tokens = sum(len(group.tokens) for group in groups)
-    grades = np.zeros(-(-tokens // GRADES_PER_BYTE) * GRADES_PER_BYTE, np.uint8)
-    for group in groups:
-        grades[group.tokens] = group.grade
+    grades = np.zeros(packed_bytes(len(marks)) * GRADES_PER_BYTE, np.uint8)
+    grades[: len(marks)] = marks
     apart = grades.reshape(-1, GRADES_PER_BYTE) << np.arange(0, 8, 2, dtype=np.uint8)
     together: NDArray[np.uint8] = np.bitwise_or.reduce(apart, 1)
     return together.tobytes()
@@ -173,14 +171,18 @@ def packed_bytes(tokens: int) -> int:
     return -(-tokens // GRADES_PER_BYTE)
 
 
-def unpacked(artifact: Artifact, data: bytes, tokens: int, level: int) -> list[Group[np.int32]]:
-    """Return the groups of a block with nothing decoded yet: the inverse of `packed`.
+def unpacked(data: bytes, tokens: int) -> NDArray[np.uint8]:
+    """Return the grade of each token: the inverse of `packed`."""
+    pairs = np.frombuffer(data, np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)
+    return (pairs & 3).astype(np.uint8).reshape(-1)[:tokens]
+
+
+def empty_groups(artifact: Artifact, marks: NDArray[np.uint8], level: int) -> list[Group[np.int32]]:
+    """Return the groups of a block whose tokens have these grades, with nothing decoded yet.
 
     They have room for the components that a reader of a level has.
     """
-    pairs = np.frombuffer(data, np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)
-    grades = (pairs & 3).reshape(-1)[:tokens]
-    found = []
+    grades, found = marks[marks < ANCHOR], []
     for grade in np.unique(grades):
         at, plan = np.flatnonzero(grades == grade), artifact.plan(level, int(grade))
         keys, values = (
@@ -250,7 +252,7 @@ class Restored:
         self._synthesis = ready.synthesis.to(device)
         self._some = torch.from_numpy(some).to(device)
         self._rest = more.bfloat16().to(device)
-        finest = artifact.ready(side, artifact.plan(level, GRADES - 1)).synthesis
+        finest = artifact.ready(side, artifact.plan(level, FINER)).synthesis
         behind = self._synthesis.shape[1]
         self._more = finest[:, behind : behind + len(more)].to(device)
 

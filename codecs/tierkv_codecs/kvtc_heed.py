@@ -16,12 +16,12 @@ from tierkv_codecs.kvtc_artifact import GRADES, USUAL
 RIDGE = 0.003
 """Weight of the squared weights of standardised coefficients beside a token's deviance."""
 TURNS = 100
-AHEAD = (0, 1, 2, 4)
-"""So many plans each grade is ahead of grade 0: half, as many, twice, eight times the usual bits.
-One token in fifty draws most attention, and is worth far more than twice the bits."""
+AHEAD = (0, 1, 2)
+"""So many plans each grade below that of anchors is ahead of grade 0: half, as many, twice the
+usual bits."""
 MOST_FINER = 1.5
 """The last plan takes up to so many times the bits that doubling would give it."""
-CUTS = (-1.0, 1.0, 3.0)
+CUTS = (-1.0, 1.0, 5.0)
 """Where grades begin: log costs beside that of the median token."""
 
 
@@ -77,7 +77,7 @@ def budgets_of(targets: Sequence[float], shares: Sequence[float]) -> list[float]
 
     Args:
         targets: bits per token of each level, from the coarsest.
-        shares: of tokens that have each grade.
+        shares: of tokens that have each grade below that of anchors, whose bits are not in targets.
     """
     last = len(targets)
     doubled = [targets[0] / 2, *targets]
@@ -87,7 +87,7 @@ def budgets_of(targets: Sequence[float], shares: Sequence[float]) -> list[float]
         mixed = sum(share * doubled[level + AHEAD[grade]] for grade, share in enumerate(shares))
         found.append(target * target / mixed)
     if last == 1:
-        found[1] = targets[0] / (1 - shares[0] / 2)
+        found[1] = targets[0] / (sum(shares) - shares[0] / 2)
     found[0] = found[1] / 2
     finest = sum(share for grade, share in enumerate(shares) if AHEAD[grade] > USUAL)
     if last > 1 and finest:

@@ -96,12 +96,14 @@ def capture(
         if number % every == 0:
             slopes = subject.gradients(kv, ids[None, CONTEXT:], generator)
             coded = slice(SINKS, CONTEXT - CONTINUATION)
-            found = _flat(slopes, coded, subject)
+            found = _alike(_flat(slopes, coded, subject))
             cost = cost_of(found)
-            costs[number, : len(cost)], most = cost, cost.clamp(min=1.0)
-            # A few tokens cost so much that they would be the whole metric: `heed` is for them.
+            costs[number, : len(cost)] = cost
+            # A few tokens cost so much that they would be the whole metric: anchors have their own.
+            usual = 1 / cost.clamp(min=1.0)
             moments = [
-                torch.einsum("lthi,lthj->lhij", side / most[:, None, None], side).flatten(0, 1)
+                torch.einsum("lthi,lthj->lhij", side * share[:, None, None], side).flatten(0, 1)
+                for share in (usual, 1 - usual)
                 for side in found
             ]
             sums = [old + new for old, new in zip(sums, moments, strict=True)] if sums else moments
@@ -110,7 +112,8 @@ def capture(
     held = torch.arange(len(sequences) * count) // count % HELD == HELD - 1
     keys, values = (torch.cat(side) for side in rows)
     assert len(layers) == len(sums[0]) // layers[0].kv_heads
-    return Rows(keys, values, (sums[0] / used, sums[1] / used), held, costs.flatten())
+    first, second, *costly = (one / used for one in sums)
+    return Rows(keys, values, (first, second), (costly[0], costly[1]), held, costs.flatten())
 
 
 def cost_of(slopes: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -131,6 +134,12 @@ def cost_of(slopes: Sequence[torch.Tensor]) -> torch.Tensor:
         cost = (energies / usual).mean(1)
         cost = cost / cost.log().mean().exp()
     return cost
+
+
+def _alike(slopes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return gradients of a sequence in units of their root mean square: sequences count alike."""
+    scale = torch.stack([side.square().mean() for side in slopes]).mean().sqrt()
+    return [side / scale for side in slopes]
 
 
 def _flat(kv: Kv, span: slice, subject: CalibrationSubject) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from tierkv.errors import invalid
 from tierkv_codecs.kvtc_artifact import (
+    ANCHOR,
     FORMAT,
-    GRADES,
     MOST_LEVELS,
     USUAL,
     Artifact,
@@ -84,8 +84,8 @@ def make(order: Order, on_step: Callable[[str, float], None]) -> Made:
         errors=((0.0, 0.0),) * (len(ratios) + 1),
         step=0.0,
         drift_steps=(1.0,) * len(ratios),
-        grades=(0,) * GRADES,
-        cuts=(0.0,) * (GRADES - 1),
+        grades=(0,) * ANCHOR,
+        cuts=(0.0,) * ANCHOR,
         tokens=len(rows.keys),
         text=digest(documents),
     )

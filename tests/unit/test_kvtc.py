@@ -16,7 +16,7 @@ from tierkv.errors import ErrorKind, TierKVError
 from tierkv.identity import Identity
 from tierkv_codecs.codec import CodecError, Place, Unsuited
 from tierkv_codecs.kvtc import Kvtc, codecs_of
-from tierkv_codecs.kvtc_artifact import pack, unpack
+from tierkv_codecs.kvtc_artifact import Artifact, pack, unpack
 from tierkv_codecs.tensors import bits_of
 
 POSITION = 512
@@ -54,6 +54,10 @@ def decoded(
     out = torch.full_like(like, float("nan"))
     codec.decode(payload, segments, out, place)
     return out
+
+
+def packed(of: Artifact) -> bytes:
+    return pack(of.header, of.sides, of.drift, of.heed, of.anchors)
 
 
 def error(found: torch.Tensor, block: torch.Tensor) -> float:
@@ -174,7 +178,7 @@ def test_the_same_bytes_in_another_process_and_with_any_thread_count(tmp_path: P
         torch.set_num_threads(threads)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     path = tmp_path / "synthetic.kvtc"
-    path.write_bytes(pack(artifact().header, artifact().sides, artifact().drift, artifact().heed))
+    path.write_bytes(packed(artifact()))
     run = subprocess.run(
         [sys.executable, "-c", DIGEST_SCRIPT, "2", str(path)],
         env=environment, capture_output=True, text=True, check=False, timeout=110,
@@ -292,19 +296,19 @@ def test_another_artifact_is_another_digest_and_is_refused() -> None:
 
 def test_an_artifact_that_is_not_sound_is_refused() -> None:
     good = artifact()
-    rest = (good.drift, good.heed)
+    rest = (good.drift, good.heed, good.anchors)
     data = pack(good.header, good.sides, *rest)
     assert unpack(data).digest == good.digest
     for bad in (b"", data[:100], data[:-1], b"\xff" * 64):
         with pytest.raises(TierKVError, match="not a calibration artifact"):
             unpack(bad)
-    older = msgspec.structs.replace(good.header, format=1)
+    older = msgspec.structs.replace(good.header, format=2)
     with pytest.raises(TierKVError) as refused:
         unpack(pack(older, good.sides, *rest))
     assert refused.value.kind is ErrorKind.INCOMPATIBLE
     for heed in (good.heed[:1], good.heed.double(), good.heed * float("inf"), torch.zeros(2, 999)):
         with pytest.raises(TierKVError, match="not a calibration artifact"):
-            unpack(pack(good.header, good.sides, good.drift, heed))
+            unpack(pack(good.header, good.sides, good.drift, heed, good.anchors))
     keys, values = good.sides
     unsound = [
         keys._replace(first=keys.first + 1),
@@ -317,6 +321,16 @@ def test_an_artifact_that_is_not_sound_is_refused() -> None:
     for side in unsound:
         with pytest.raises(TierKVError, match="not a calibration artifact"):
             unpack(pack(good.header, (side, values), *rest))
+    anchors = good.anchors
+    for wrong in (
+        anchors._replace(offset=anchors.offset * float("nan")),
+        anchors._replace(root=anchors.root[:, :-1]),
+        anchors._replace(start=anchors.start + 100),
+        anchors._replace(first=anchors.first + 1),
+        anchors._replace(refine=torch.zeros_like(anchors.refine)),
+    ):
+        with pytest.raises(TierKVError, match="not a calibration artifact"):
+            unpack(pack(good.header, good.sides, good.drift, good.heed, wrong))
 
 
 def test_a_registry_takes_the_levels_and_finds_the_artifact() -> None:

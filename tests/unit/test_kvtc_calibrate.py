@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 
 from tests.kvtc_rigs import FEATURES, RATIOS, artifact, calibration_rows, header
 from tierkv.errors import TierKVError
-from tierkv_codecs import kvtc_calibrate
-from tierkv_codecs.kvtc_calibrate import calibrate, fit, weighted, weights
+from tierkv_codecs import kvtc_basis, kvtc_calibrate
+from tierkv_codecs.kvtc_basis import fit, weighted, weights
+from tierkv_codecs.kvtc_calibrate import calibrate
 from tierkv_codecs.kvtc_stream import NONE
 from tierkv_service import cli
 
@@ -48,7 +49,7 @@ def test_the_randomised_basis_spans_what_the_exact_one_does(
 ) -> None:
     rows = calibration_rows(4)
     exact = fit(rows.keys, rows.metrics[0], rows.held, lambda _share: None)
-    monkeypatch.setattr(kvtc_calibrate, "SMALL", FEATURES - 1)
+    monkeypatch.setattr(kvtc_basis, "SMALL", FEATURES - 1)
     found = fit(rows.keys, rows.metrics[0], rows.held, lambda _share: None)
     torch.testing.assert_close(found.variances[:24], exact.variances[:24], rtol=0.01, atol=0)
     features = weighted(rows.keys[~rows.held], exact.mean, exact.weight)

@@ -71,10 +71,10 @@ def test_coefficients_are_rounded_to_even_and_no_larger_than_an_index() -> None:
 def read_again(of: Artifact, block: torch.Tensor, level: int) -> list[torch.Tensor]:
     """Return what a reader loses of each side's features, token by token, by the definition."""
     rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(side.mean for side in of.sides))
-    lost = []
-    for side, exact in enumerate(rows):
+    lost, found = [], coefficients_of(of, rows, level)
+    for side, exact in enumerate(found.rows):
         back = torch.zeros_like(exact)
-        for group in coefficients_of(of, rows, level).groups(of, level):
+        for group in found.groups(of, level):
             plan = of.plan(level, group.grade)
             coarse = of.coarse(side, plan, group.sides[side])
             values = of.restored(side, plan, coarse)
@@ -90,9 +90,9 @@ def test_what_a_block_will_lose_is_known_before_it_is_written(levels: int) -> No
     rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(side.mean for side in GRADED.sides))
     found = coefficients_of(GRADED, rows, levels - 1)
     groups = found.groups(GRADED, levels - 1)
-    at = np.array([0, 7, 8, 50, 95])
-    errors, drift = losses_of(GRADED, rows, groups, levels, at)
-    assert torch.equal(drift, drift_of(GRADED, rows[1], groups, levels))
+    at = np.array([0, 7, 8, 50, len(found.grades) - 1])
+    errors, drift = losses_of(GRADED, found.rows, groups, levels, at)
+    assert torch.equal(drift, drift_of(GRADED, found.rows[1], groups, levels))
     lost = read_again(GRADED, block, levels - 1)
     for side, of_side in enumerate(lost):
         apart = of_side.view(len(of_side), *GRADED.inverses[side].shape[:2]).permute(1, 2, 0)
