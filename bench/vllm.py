@@ -6,8 +6,8 @@ seconds are those of all processes of an engine, in nanoseconds, until it is idl
 sidecar's are its own. Engines take turns, prompt by prompt, in an order drawn anew. `threads_s` is
 what of them the connector's own threads took, which no noise of the engine hides.
 
-cost: prompts that share nothing, beside the same connector with `load` and `save` off, which runs
-throughout. Contenders: tierkv; no connector; vLLM's bundled example connector, which keeps KV in
+cost: prompts that share nothing, beside the same connector with `load` and `save` off, and tierkv
+beside no connector too. Contenders: tierkv; vLLM's bundled example connector, which keeps KV in
 files; its tiered offload, RAM, then files. burst: many such prompts at once. hit: one prompt again,
 from the engine's own prefix cache and, after that was emptied, from what a connector keeps.
 scheduler: how long tierkv's calls kept vLLM's scheduler meanwhile, each call and all of a step.
@@ -53,6 +53,8 @@ RESAMPLES = 10_000
 THREADS = "tierkv-"
 """What the names of the connector's threads begin with."""
 CALLS = "calls.jsonl"
+OFF, PLAIN = "tierkv with load and save off", "no connector"
+"""What contenders run beside."""
 
 
 class Took(NamedTuple):
@@ -171,42 +173,45 @@ def paired(mine: Sequence[float], others: Sequence[float]) -> dict[str, float]:
 
 
 def taken(
-    what: str, base: Subject, other: Subject, asked: Sequence[Sequence[Sequence[int]]]
-) -> tuple[list[Took], list[Took]]:
-    """Ask the same of both engines, in an order drawn anew for each; returns (other, base)."""
+    what: str, subjects: Sequence[Subject], asked: Sequence[Sequence[Sequence[int]]]
+) -> list[list[Took]]:
+    """Ask the same of all engines, in an order drawn anew for each; returns what each took."""
     draw = random.Random(SEED)
-    took: tuple[list[Took], list[Took]] = [], []
+    took: list[list[Took]] = [[] for _ in subjects]
     for number, prompts in enumerate(asked):
-        for index in draw.sample((0, 1), 2):
-            took[index].append((other, base)[index].ask(*prompts))
+        for index in draw.sample(range(len(subjects)), len(subjects)):
+            took[index].append(subjects[index].ask(*prompts))
         _progress(what, number + 1, len(asked))
-    assert not any(one.cached for one in took[0] + took[1]), "prompts that share nothing"
+    assert not any(one.cached for took_by in took for one in took_by), "prompts that share nothing"
     return took
 
 
-def cost(name: str, base: Subject, other: Subject, requests: int, at_once: int) -> dict[str, Any]:
-    """Return what prompts without reuse take, `at_once` of them at a time, beside `base`."""
+def cost(
+    name: str, one: Subject, bases: Mapping[str, Subject], requests: int, at_once: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what prompts without reuse take, `at_once` of them at a time, beside each base."""
     what = "cost" if at_once == 1 else "burst"
     drawn = list(prompts(requests * at_once, f"{SEED} {what} {name}"))
     asked = [drawn[at : at + at_once] for at in range(0, len(drawn), at_once)]
-    mine, others = taken(f"{what}: {name}", base, other, asked)
-    found: dict[str, Any] = {
-        "name": what, "of": name, "beside": "tierkv with load and save off",
-        "turns": requests, "prompts": at_once, "prompt_tokens": len(drawn[0]),
-    }  # fmt: skip
-    for field in ("cpu_s", "ttft_s"):
-        own, base_s = ([getattr(one, field) for one in took] for took in (mine, others))
-        difference = paired(own, base_s)
-        found[field] = {
-            "of": round(statistics.median(own), 4),
-            "beside": round(statistics.median(base_s), 4),
-            "difference": difference,
-            "meets": difference["high"] < GOAL,
-        }
-    threads = [one.threads_s for one in mine]
-    share = statistics.fmean(threads) / statistics.fmean(one.cpu_s for one in others)
-    found["threads_s"] = {"of": round(statistics.median(threads), 4), "share": round(share, 4)}
-    return found
+    mine, *all_others = taken(f"{what}: {name}", [one, *bases.values()], asked)
+    threads = [took.threads_s for took in mine]
+    for base, others in zip(bases, all_others, strict=True):
+        found: dict[str, Any] = {
+            "name": what, "of": name, "beside": base, "turns": requests, "prompts": at_once,
+            "prompt_tokens": len(drawn[0]),
+        }  # fmt: skip
+        for field in ("cpu_s", "ttft_s"):
+            own, base_s = ([getattr(took, field) for took in all_] for all_ in (mine, others))
+            difference = paired(own, base_s)
+            found[field] = {
+                "of": round(statistics.median(own), 4),
+                "beside": round(statistics.median(base_s), 4),
+                "difference": difference,
+                "meets": difference["high"] < GOAL,
+            }
+        share = statistics.fmean(threads) / statistics.fmean(took.cpu_s for took in others)
+        found["threads_s"] = {"of": round(statistics.median(threads), 4), "share": round(share, 4)}
+        yield found
 
 
 def hit(name: str, one: Subject, turns: int) -> dict[str, Any]:
@@ -259,7 +264,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
                 found, share = row[field], row[field]["difference"]
                 console.print(
                     f"{row['name']} of {row['of']}, {row['turns']} x {row['prompts']} prompts: "
-                    f"{field} {found['of']}, beside {found['beside']}: {share['share']:+.2%} "
+                    f"{field} {found['of']}, {row['beside']} {found['beside']}: "
+                    f"{share['share']:+.2%} "
                     f"(95 %: {share['low']:+.2%} to {share['high']:+.2%})"
                 )
             threads = row["threads_s"]
@@ -285,26 +291,26 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def measure(
-    base: Subject, sidecar: Process, model: Path, folder: Path, asked: argparse.Namespace
+    off: Subject, sidecar: Process, model: Path, folder: Path, asked: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows, one contender's engine beside `base` after the other."""
-    name = "tierkv"
+    """Yield the rows, one contender's engine after the other."""
+    name, same = "tierkv", {OFF: off}
     with subject(model, folder, name, tierkv(sidecar)) as mine:
-        yield cost(name, base, mine, asked.requests, 1)
+        with subject(model, folder, PLAIN, None) as plain:
+            yield from cost(name, mine, {**same, PLAIN: plain}, asked.requests, 1)
         if asked.bursts:
-            yield cost(name, base, mine, asked.bursts, BURST)
+            yield from cost(name, mine, same, asked.bursts, BURST)
         if asked.turns:
             yield hit("tierkv, the sidecar's RAM", mine, asked.turns)
     yield scheduler(folder / f"{name} {CALLS}")
-    peers: dict[str, dict[str, Any] | None] = {
-        "no connector": None,
+    peers = {
         "its example connector": example(folder / "peer"),
         "its tiered offload": offload(folder / "peer"),
     }
     for name, config in {} if asked.no_peers else peers.items():
         with subject(model, folder, name, config) as peer:
-            yield cost(name, base, peer, asked.peer_requests, 1)
-            if config is not None and asked.turns:
+            yield from cost(name, peer, same, asked.peer_requests, 1)
+            if asked.turns:
                 yield hit(name, peer, asked.turns)
         shutil.rmtree(folder / "peer", ignore_errors=True)
 
@@ -313,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one line for programs")
-    parser.add_argument("--requests", type=int, default=50, help="pairs of tierkv's cost row")
+    parser.add_argument("--requests", type=int, default=50, help="prompts of tierkv's cost rows")
     parser.add_argument("--peer-requests", type=int, default=20, help="pairs of each peer's")
     parser.add_argument("--bursts", type=int, default=6, help="pairs of bursts; 0: none")
     parser.add_argument("--turns", type=int, default=15, help="prompts of each hit row; 0: none")
@@ -324,8 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sidecar = Process(folder, host_bytes=HOST_BYTES)
     try:
         sidecar.start()
-        off = tierkv(sidecar, load=False, save=False)
-        with subject(model, folder, "tierkv with load and save off", off) as base:
+        with subject(model, folder, OFF, tierkv(sidecar, load=False, save=False)) as base:
             rows = list(measure(base, sidecar, model, folder, asked))
     finally:
         sidecar.kill()
