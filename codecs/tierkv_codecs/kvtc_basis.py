@@ -35,7 +35,7 @@ def fit(
 ) -> Basis:
     """Return the principal components of the rows that are not held out, in a metric."""
     train = values[~held]
-    mean = train.float().mean(0)
+    mean = train.mean(0, dtype=torch.float32)
     weight, unweight = weights(metric)
     vectors, variances = (
         _exact_components if values.shape[1] <= SMALL else _randomised_components

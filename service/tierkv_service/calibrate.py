@@ -70,15 +70,17 @@ def make(order: Order, on_step: Callable[[str, float], None]) -> Made:
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     subject = CalibrationSubject(order.model)
-    part = part_of(subject.identity)
+    identity = subject.identity
+    part = part_of(identity)
     sequences = sequences_of([subject.tokens(one.text) for one in documents], order.tokens)
     rows = capture(subject, sequences, on_step)
+    del subject  # the model's memory is wanted for the basis
     header = ArtifactHeader(
         format=FORMAT,
-        model=subject.identity.model,
-        weights=subject.identity.weights,
+        model=identity.model,
+        weights=identity.weights,
         part=tuple(part),
-        layers=subject.identity.layers,
+        layers=identity.layers,
         ratios=ratios,
         realised=(0.0,) * len(ratios),
         errors=((0.0, 0.0),) * (len(ratios) + 1),
