@@ -179,7 +179,7 @@ def _encode_planes(values: Values, piece: int, target: Bytes) -> int | None:
                 return None
             where = target[end : end + length]
             if code is None:
-                np.right_shift(part, 8 * plane, out=where, casting="unsafe")
+                _cut(part, plane, where)
             else:
                 where[:] = code
             lengths.append(length)
@@ -193,9 +193,31 @@ def _encode_planes(values: Values, piece: int, target: Bytes) -> int | None:
 def _code(part: Values, plane: int, scratch: Bytes) -> Bytes | None:
     """Return the plane of `part` as a zstd frame, or None when that is no shorter."""
     raw = scratch[: part.size]
-    np.right_shift(part, 8 * plane, out=raw, casting="unsafe")
+    _cut(part, plane, raw)
     frame = _contexts.compressor.compress(raw.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < part.size else None
+
+
+def _cut(values: Values, plane: int, into: Bytes) -> None:
+    """Write one plane of values."""
+    if values.itemsize != PAIR:
+        np.right_shift(values, 8 * plane, out=into, casting="unsafe")
+    elif plane:
+        _cut_high(values, into)
+    else:
+        _cut_low(values, into)
+
+
+@kernel
+def _cut_low(values: Values, into: Bytes) -> None:
+    for at in range(len(into)):
+        into[at] = np.uint8(values[at])
+
+
+@kernel
+def _cut_high(values: Values, into: Bytes) -> None:
+    for at in range(len(into)):
+        into[at] = np.uint8(values[at] >> 8)
 
 
 def _shrinks(values: Values, plane: int) -> bool:
