@@ -150,20 +150,21 @@ def products(
     artifact, level = codec.artifact_file, codec.levels - 1
     means = tuple(side.mean for side in artifact.sides)
     rows = rows_of(block, place.layers, place.position, means)
-    grades = coefficients_of(artifact, rows, level).grades
+    found = coefficients_of(artifact, rows, level)
     forward: list[tuple[torch.Tensor, torch.Tensor]] = []
     backward: list[tuple[torch.Tensor, torch.Tensor]] = []
     width = means[0].numel() // len(place.layers) * LAYERS_AT_ONCE
     for side, of_side in enumerate(rows):
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        narrow = of_side.bfloat16()
-        forward += [(ready.basis, narrow.T), (ready.wide, of_side.T)]
-        made = [(ready.synthesis, split(torch.randn(ready.rank, BLOCK), len(ready.wide)))]
+        others = found.rows[side].bfloat16()
+        forward += [(ready.basis, of_side.bfloat16().T), (ready.wide, of_side.T)]
+        values = torch.randn(ready.rank, len(others))
+        made = [(ready.synthesis, split(values, len(ready.wide)))]
         done = ready
         for grade in range(USUAL + 1, ANCHOR):
-            ready, some = artifact.ready(side, artifact.plan(level, grade)), grades >= grade
+            ready, some = artifact.ready(side, artifact.plan(level, grade)), found.grades >= grade
             if some.any() and ready.rank > done.rank:
-                forward.append((ready.basis[done.rank :], narrow[torch.from_numpy(some)].T))
+                forward.append((ready.basis[done.rank :], others[torch.from_numpy(some)].T))
                 rest = ready.synthesis[:, done.synthesis.shape[1] :]
                 made.append((rest, torch.randn(rest.shape[1], int(some.sum())).bfloat16()))
                 done = ready

@@ -84,8 +84,8 @@ class Kvtc:
         groups = found.groups(self.artifact_file, self.levels - 1)
         others = len(found.grades)
         at = np.linspace(0, others - 1, min(GUARD_TOKENS, others)).astype(np.int64)
-        errors, lost = losses_of(self.artifact_file, found.rows, groups, self.levels, at)
-        self._watch(errors[1], found.grades[at])
+        errors, lost = losses_of(self.artifact_file, found.rows[1], groups, self.levels, at)
+        self._watch(errors, found.grades[at])
         anchors = torch.from_numpy(np.flatnonzero(found.marks == ANCHOR))
         apart = self.artifact_file.anchors.encode((rows[0][anchors], rows[1][anchors]))
         pieces = [

@@ -216,10 +216,10 @@ class Artifact:
         return found[0], found[1]
 
     @functools.cached_property
-    def inverses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverses of both sides' roots: features to their weighted form."""
-        keys, values = (torch.linalg.inv(side.root) for side in self.sides)
-        return keys, values
+    def inverse(self) -> torch.Tensor:
+        """The inverse of the values' root: from features to their weighted form."""
+        found: torch.Tensor = torch.linalg.inv(self.sides[1].root)
+        return found
 
     @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
     def ready(self, side: int, plan: int) -> Ready:

@@ -29,33 +29,29 @@ def drift_of(
         groups: of the block, as finest indices.
         levels: how many.
     """
-    (means,) = _remade(artifact, 1, [_means(artifact, groups, levels)], values.device)
+    (means,) = _remade(artifact, [_means(artifact, groups, levels)], values.device)
     return _drift(artifact, values, means)
 
 
 def losses_of(
     artifact: Artifact,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    values: torch.Tensor,
     groups: Sequence[Group[np.int16]],
     levels: int,
     tokens: NDArray[np.int64],
 ) -> tuple[NDArray[np.float64], torch.Tensor]:
-    """Return the squared error of some tokens, in squared steps [side, tokens], and the drift.
+    """Return the squared errors of the values of some tokens, in squared steps, and the drift.
 
-    The error is that at the last of the levels; drift is that of `drift_of`. One product serves
+    The errors are those at the last of the levels; drift is that of `drift_of`. One product serves
     both: it takes as long as it takes to read its matrix.
     """
     if not len(tokens):
-        return np.zeros((2, 0)), torch.zeros(levels, rows[1].shape[1])
-    some = [sampled(artifact, groups, side, levels - 1, tokens) for side in (0, 1)]
-    (keys,) = _remade(artifact, 0, some[:1], rows[0].device)
-    columns = [some[1], _means(artifact, groups, levels)]
-    values, means = _remade(artifact, 1, columns, rows[1].device)
-    at, errors = torch.from_numpy(tokens), []
-    for side, found in enumerate((keys, values)):
-        lost = _weighted(artifact, side, rows[side][at].T - found)
-        errors.append(lost.double().square().sum(0).numpy())
-    return np.stack(errors), _drift(artifact, rows[1], means)
+        return np.zeros(0), torch.zeros(levels, values.shape[1])
+    some = sampled(artifact, groups, 1, levels - 1, tokens)
+    columns = [some, _means(artifact, groups, levels)]
+    found, means = _remade(artifact, columns, values.device)
+    lost = _weighted(artifact, values[torch.from_numpy(tokens)].T - found)
+    return lost.double().square().sum(0).numpy(), _drift(artifact, values, means)
 
 
 def _means(artifact: Artifact, groups: Sequence[Group[np.int16]], levels: int) -> torch.Tensor:
@@ -71,27 +67,27 @@ def _means(artifact: Artifact, groups: Sequence[Group[np.int16]], levels: int) -
 
 
 def _remade(
-    artifact: Artifact, side: int, columns: Sequence[torch.Tensor], device: torch.device
+    artifact: Artifact, columns: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Return what columns of coefficients are in features, each float32 [features, columns]."""
+    """Return what columns of values' coefficients are, each float32 [features, columns]."""
     whole = torch.zeros(max(map(len, columns)), sum(of.shape[1] for of in columns))
     start = 0
     for of in columns:
         whole[: len(of), start : start + of.shape[1]] = of
         start += of.shape[1]
-    found = features_of(artifact, side, whole, device)
+    found = features_of(artifact, 1, whole, device)
     return torch.split(found, [of.shape[1] for of in columns], 1)
 
 
 def _drift(artifact: Artifact, values: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     if not len(values):
         return torch.zeros(means.shape[1], values.shape[1])
-    return _weighted(artifact, 1, values.mean(0)[:, None] - means).T
+    return _weighted(artifact, values.mean(0)[:, None] - means).T
 
 
-def _weighted(artifact: Artifact, side: int, features: torch.Tensor) -> torch.Tensor:
-    """Return features [features, columns] in the metric of the basis, in steps."""
-    inverse = artifact.inverses[side]
+def _weighted(artifact: Artifact, features: torch.Tensor) -> torch.Tensor:
+    """Return values [features, columns] in the metric of their basis, in steps."""
+    inverse = artifact.inverse
     return torch.bmm(inverse, features.cpu().view(*inverse.shape[:2], -1)).flatten(0, 1)
 
 

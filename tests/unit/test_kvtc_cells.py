@@ -6,7 +6,6 @@ import torch
 from numpy.typing import NDArray
 
 from tests.kvtc_rigs import LAYERS, SPEC, artifact, text_like
-from tierkv_codecs.kvtc_artifact import Artifact
 from tierkv_codecs.kvtc_cells import (
     CENTRE_UNIT,
     CENTRES,
@@ -68,37 +67,23 @@ def test_coefficients_are_rounded_to_even_and_no_larger_than_an_index() -> None:
     assert found.tolist() == [[-MOST, MOST, 2, -2, 2, 0]]
 
 
-def read_again(of: Artifact, block: torch.Tensor, level: int) -> list[torch.Tensor]:
-    """Return what a reader loses of each side's features, token by token, by the definition."""
-    rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(side.mean for side in of.sides))
-    lost, found = [], coefficients_of(of, rows, level)
-    for side, exact in enumerate(found.rows):
-        back = torch.zeros_like(exact)
-        for group in found.groups(of, level):
-            plan = of.plan(level, group.grade)
-            coarse = of.coarse(side, plan, group.sides[side])
-            values = of.restored(side, plan, coarse)
-            made = features_of(of, side, values, exact.device)
-            back[torch.from_numpy(group.tokens)] = made.T
-        lost.append(exact - back)
-    return lost
-
-
 @pytest.mark.parametrize("levels", [1, 3])
 def test_what_a_block_will_lose_is_known_before_it_is_written(levels: int) -> None:
-    block = text_like(96, 9, POSITION)
-    rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(side.mean for side in GRADED.sides))
-    found = coefficients_of(GRADED, rows, levels - 1)
-    groups = found.groups(GRADED, levels - 1)
+    level, block, side = levels - 1, text_like(96, 9, POSITION), GRADED.sides[1]
+    rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(one.mean for one in GRADED.sides))
+    found = coefficients_of(GRADED, rows, level)
+    groups, exact = found.groups(GRADED, level), found.rows[1]
     at = np.array([0, 7, 8, 50, len(found.grades) - 1])
-    errors, drift = losses_of(GRADED, found.rows, groups, levels, at)
-    assert torch.equal(drift, drift_of(GRADED, found.rows[1], groups, levels))
-    lost = read_again(GRADED, block, levels - 1)
-    for side, of_side in enumerate(lost):
-        apart = of_side.view(len(of_side), *GRADED.inverses[side].shape[:2]).permute(1, 2, 0)
-        weighted = torch.linalg.solve(GRADED.sides[side].root, apart).flatten(0, 1)
-        expected = weighted[:, torch.from_numpy(at)].square().sum(0).numpy()
-        np.testing.assert_allclose(errors[side], expected, rtol=0.02)
-        if side:
-            off = (drift[-1] - weighted.mean(1)).square().mean().sqrt()
-            assert float(off) < 0.2 * GRADED.header.drift_steps[levels - 1]
+    errors, drift = losses_of(GRADED, exact, groups, levels, at)
+    assert torch.equal(drift, drift_of(GRADED, exact, groups, levels))
+    lost = exact.clone()
+    for group in groups:  # what a reader has of them, by the definition
+        plan = GRADED.plan(level, group.grade)
+        values = GRADED.restored(1, plan, GRADED.coarse(1, plan, group.sides[1]))
+        lost[torch.from_numpy(group.tokens)] -= features_of(GRADED, 1, values, exact.device).T
+    apart = lost.view(len(lost), len(side.root), -1).permute(1, 2, 0)
+    weighted = torch.linalg.solve(side.root, apart).flatten(0, 1)
+    expected = weighted[:, torch.from_numpy(at)].square().sum(0).numpy()
+    np.testing.assert_allclose(errors, expected, rtol=0.02)
+    off = (drift[-1] - weighted.mean(1)).square().mean().sqrt()
+    assert float(off) < 0.2 * GRADED.header.drift_steps[level]
