@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv_codecs.codec import CodecError, Place, Unsuited
-from tierkv_codecs.kvtc_anchors import joined
 from tierkv_codecs.kvtc_artifact import ANCHOR, CODEC_ID, Artifact
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
@@ -87,7 +86,9 @@ class Kvtc:
         errors, lost = losses_of(self.artifact_file, found.rows[1], groups, self.levels, at)
         self._watch(errors, found.grades[at])
         anchors = torch.from_numpy(np.flatnonzero(found.marks == ANCHOR))
-        apart = self.artifact_file.anchors.encode((rows[0][anchors], rows[1][anchors]))
+        apart = self.artifact_file.anchors.encode(
+            (rows[0][anchors], rows[1][anchors]), self.artifact_file.anchor_inverse
+        )
         pieces = [
             self._segment(groups, lost[number], number, () if number else (apart,))
             for number in range(self.levels)
@@ -130,17 +131,19 @@ class Kvtc:
         drift = self._drift(streams[-1][2], level)
         anchors = self._anchors(streams[0][-1], int((marks == ANCHOR).sum()))
         anchors[1] -= drift
-        sides = [Restored(self.artifact_file, groups, side, level, out.device) for side in (0, 1)]
+        sides = [
+            Restored(self.artifact_file, groups, side, level, marks, out.device) for side in (0, 1)
+        ]
+        at, anchors = torch.from_numpy(np.flatnonzero(marks == ANCHOR)), anchors.to(out.device)
         means = self._means(out.device)
         means = (means[0], means[1] + drift.to(out.device))
         width = means[0].numel() // len(place.layers)
         for start in range(0, len(place.layers), LAYERS_AT_ONCE):
             stop = min(start + LAYERS_AT_ONCE, len(place.layers))
             features = slice(start * width, stop * width)
-            keys, values = (
-                joined(side.features(features), apart[:, features], marks == ANCHOR)
-                for side, apart in zip(sides, anchors, strict=True)
-            )
+            keys, values = (side.features(features) for side in sides)
+            for rows, apart in zip((keys, values), anchors[:, :, features], strict=True):
+                rows[at] = apart.to(rows.dtype)
             write_rows(
                 (keys, values),
                 place.layers[start:stop],

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
 from tierkv_codecs.kvtc_stream import (
@@ -45,9 +44,14 @@ class Anchors(NamedTuple):
     first: torch.Tensor
     refine: torch.Tensor
 
-    def encode(self, rows: tuple[torch.Tensor, torch.Tensor]) -> Stream:
+    def inverse(self) -> torch.Tensor:
+        """Return the inverse of the root: from features to coefficients in steps."""
+        found: torch.Tensor = torch.linalg.inv(self.root)
+        return found
+
+    def encode(self, rows: tuple[torch.Tensor, torch.Tensor], inverse: torch.Tensor) -> Stream:
         """Return the stream of rows [token, p] of both sides, centred on all tokens' means."""
-        whole = self.coefficients(rows).round_().clamp_(-MOST, MOST)
+        whole = self.coefficients(rows, inverse).round_().clamp_(-MOST, MOST)
         indices = np.ascontiguousarray(whole.to(torch.int16).numpy())
         return encode([(indices, self._level())], self._tables())
 
@@ -62,12 +66,13 @@ class Anchors(NamedTuple):
         rows = (self.root @ apart).flatten(1, 2).transpose(1, 2)
         return rows + self.offset[:, None]
 
-    def coefficients(self, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def coefficients(
+        self, rows: tuple[torch.Tensor, torch.Tensor], inverse: torch.Tensor
+    ) -> torch.Tensor:
         """Return coefficients float32 [c, token], in steps."""
         centred = torch.stack([side.float().cpu() for side in rows]) - self.offset[:, None]
-        apart = centred.transpose(1, 2).reshape(*self.root.shape[:3], -1)
-        found: torch.Tensor = torch.linalg.solve(self.root, apart)
-        return found.flatten(0, 2)
+        apart = centred.transpose(1, 2).reshape(*self.root.shape[:3], centred.shape[1])
+        return (inverse @ apart).flatten(0, 2)
 
     def _level(self) -> Level:
         none = np.full(len(self.start), NONE, np.int8)
@@ -102,16 +107,6 @@ def sound(tensors: Mapping[str, torch.Tensor], blocks: int, dim: int) -> Anchors
     if not are_probabilities(tensors["first"], tensors["refine"].view(-1, SHIFTS, 4)):
         raise ValueError("the probabilities of its anchors are not sound")
     return Anchors(**tensors)
-
-
-def joined(others: torch.Tensor, anchors: torch.Tensor, which: NDArray[np.bool_]) -> torch.Tensor:
-    """Return the rows of a block from those of its others and those `which` are anchors."""
-    if not which.any():
-        return others
-    found = torch.empty((others.shape[1], len(which)), dtype=others.dtype, device=others.device).T
-    at = torch.from_numpy(which).to(others.device)
-    found[~at], found[at] = others, anchors.to(others)
-    return found
 
 
 def are_probabilities(first: torch.Tensor, refine: torch.Tensor) -> bool:

@@ -221,6 +221,11 @@ class Artifact:
         found: torch.Tensor = torch.linalg.inv(self.sides[1].root)
         return found
 
+    @functools.cached_property
+    def anchor_inverse(self) -> torch.Tensor:
+        """What `Anchors.encode` takes."""
+        return self.anchors.inverse()
+
     @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
     def ready(self, side: int, plan: int) -> Ready:
         """Return a side as `plan` needs it."""

@@ -193,26 +193,31 @@ def empty_groups(artifact: Artifact, marks: NDArray[np.uint8], level: int) -> li
 
 
 def restored(
-    artifact: Artifact, groups: Sequence[Group[np.int32]], side: int, level: int
+    artifact: Artifact,
+    groups: Sequence[Group[np.int32]],
+    side: int,
+    level: int,
+    marks: NDArray[np.uint8],
 ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
     """Return the coefficients that a reader of a level has, and which tokens have more of them.
 
-    Float32 [rank, tokens] of all tokens, [more, some] of the components behind the usual ones, and
-    these tokens. `groups` hold indices as they are at the level.
+    Float32 [rank, tokens] of all tokens, which have these marks, with zeros for anchors; [more,
+    some] of the components behind the usual ones; and where these tokens are. `groups` hold indices
+    as they are at the level.
     """
     usual = artifact.ready(side, artifact.plan(level, USUAL)).rank
     ranks = [artifact.ready(side, artifact.plan(level, group.grade)).rank for group in groups]
-    fine = [group.tokens for group in groups if group.grade > USUAL]
+    others = np.flatnonzero(marks < ANCHOR)
+    fine = [others[group.tokens] for group in groups if group.grade > USUAL]
     some = np.concatenate([np.empty(0, np.int64), *fine])
-    tokens = sum(len(group.tokens) for group in groups)
-    whole = np.zeros((usual, tokens), np.float32)
+    whole = np.zeros((usual, len(marks)), np.float32)
     more = np.zeros((max([usual, *ranks]) - usual, len(some)), np.float32)
     done = 0
     for group, rank in zip(groups, ranks, strict=True):
         coarse = group.sides[side]
         cells = artifact.cells(side, artifact.plan(level, group.grade))
         first = min(usual, rank)
-        restore(coarse, group.tokens, cells, whole[:first])
+        restore(coarse, others[group.tokens], cells, whole[:first])
         if group.grade > USUAL:
             columns = np.arange(done, done + len(group.tokens))
             restore(coarse[usual:], columns, cells.behind(usual), more[: rank - first])
@@ -235,6 +240,7 @@ class Restored:
 
     Args:
         groups: hold indices as they are at the level.
+        marks: of all tokens; the features of anchors are zeros.
         device: where features are wanted.
     """
 
@@ -244,10 +250,11 @@ class Restored:
         groups: Sequence[Group[np.int32]],
         side: int,
         level: int,
+        marks: NDArray[np.uint8],
         device: torch.device,
     ) -> None:
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        usual, more, some = restored(artifact, groups, side, level)
+        usual, more, some = restored(artifact, groups, side, level, marks)
         self._usual = split(usual, len(ready.wide)).to(device)
         self._synthesis = ready.synthesis.to(device)
         self._some = torch.from_numpy(some).to(device)

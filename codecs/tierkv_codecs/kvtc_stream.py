@@ -41,6 +41,8 @@ KINDS = 7
 """Ways that a refinement can go."""
 GUESSES = 128
 """Parts of the range whose first symbol is known: a search begins there."""
+MANY = 16
+"""For so many tokens it pays to find out these symbols; a search for fewer begins at the first."""
 
 Indices = NDArray[np.int16]
 Words = NDArray[np.uint16]
@@ -282,7 +284,8 @@ def _pull(  # noqa: PLR0913, PLR0917
         if shift == NONE:
             shift = int(start[c])
             _starts(first[c], starts)
-            _guess(starts, guesses)
+            if q.shape[1] >= MANY:
+                _guess(starts, guesses)
             at, escaped = _pull_first(q[c], guesses, starts, states, more, at, escapes, escaped)
             if at > count or escaped > escapes.size:
                 return count + 1, escaped
