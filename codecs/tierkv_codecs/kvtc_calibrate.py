@@ -36,8 +36,8 @@ to token, and a head's output adds that part up. Measured on SmolLM2-135M: 1.4 (
 ANCHORS = 0.07
 """Share of the bits of the coarsest level that anchors take: at it they then lose a hundredth of
 what the other tokens do, and their one step is fine enough for all levels."""
-ANCHORS_LEAST = 0.003
-"""Where anchors are rarer than that they do not get more bits each."""
+ANCHOR_BITS = 6
+"""Where anchors are rare, they get no more than so many bits for each feature."""
 LEAST = 64
 """Anchors are learned from at least so many rows, those of the highest scores."""
 HELD = 8
@@ -174,7 +174,8 @@ def _anchors(
     unweights = torch.stack([weights(metric)[1] for metric in metrics])
     pairs = zip((rows.keys, rows.values), bases, strict=True)
     centred = torch.stack([part[chosen].float() - basis.mean for part, basis in pairs])
-    wanted = ANCHORS * bits / max(share, ANCHORS_LEAST)
+    most = float(ANCHOR_BITS * centred.shape[2] * 2)
+    wanted = min(ANCHORS * bits / share, most) if share else most
     anchors, taken = fit_anchors(centred, rows.held[chosen], unweights, wanted)
     return anchors, share * taken
 
