@@ -224,7 +224,8 @@ def plan_region(
         tier: the regions' tier.
         regions: sealed regions, oldest first.
 
-    Returns: None when every region looked at holds something held or unfinished.
+    Returns: None when every region looked at holds something held or unfinished. What is dropped
+        takes the tails of its chains with it, which may lie in other regions and tiers.
     """
     best: RegionPlan | None = None
     least = float("inf")
@@ -247,4 +248,11 @@ def plan_region(
             best = RegionPlan(region.number, carry, [row for row in mine if row not in staying])
         if not least:
             break
-    return best
+    return None if best is None else _whole_chains(policy, view, best)
+
+
+def _whole_chains(policy: ServicePolicy, view: Catalog, plan: RegionPlan) -> RegionPlan:
+    """Let what nobody could reach any more go too, wherever it lies."""
+    stranded = set(policy.stranded(view, plan.drops))
+    carry = [row for row in plan.carry if row not in stranded]
+    return RegionPlan(plan.number, carry, [*plan.drops, *sorted(stranded)])

@@ -59,6 +59,9 @@ class ServicePolicy(Policy, Reclaimer, Explainer, Protocol):
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Return which rows of a tier are worth writing again when their region is reclaimed."""
 
+    def stranded(self, view: Catalog, rows: Rows) -> list[int]:
+        """Return the ready placements, in any tier, that nobody can reach once `rows` are gone."""
+
     def oldest(self, rows: Rows) -> list[int]:
         """Return the rows in the order they would be given up."""
 

@@ -1,5 +1,6 @@
 """Puts: from offered blocks to reserved pages, and from written pages to visible blocks."""
 
+import itertools
 import logging
 import secrets
 import struct
@@ -247,10 +248,15 @@ class Puts:
         return False
 
     def _before(self, heads: list[int], known: list[bool]) -> list[int]:
-        """Hold the chain's own blocks in RAM: they make no room for its tail. Returns them."""
-        catalog = self._store.catalog
-        mine = [catalog.in_tier(head, RAM) for head, has in zip(heads, known, strict=True) if has]
-        mine = [row for row in mine if row != NONE and catalog.state[row] == READY]
+        """Hold one copy of each of the chain's own blocks: they make no room for its tail.
+
+        Those in RAM, or others where that has none. Returns them.
+        """
+        catalog, mine = self._store.catalog, list[int]()
+        for head in itertools.compress(heads, known):
+            ready = [row for row in catalog.copies(head) if catalog.state[row] == READY]
+            if ready:
+                mine.append(min(ready, key=catalog.tier.__getitem__))
         catalog.hold(mine)
         return mine
 

@@ -292,6 +292,12 @@ class _RecordedPolicy:
         self._note("keeps", tier, list(rows), answer=answer)
         return answer
 
+    def stranded(self, view: Catalog, rows: Rows) -> list[int]:
+        """Ask and record."""
+        answer = self._policy.stranded(view, rows)
+        self._note("stranded", list(rows), answer=answer)
+        return answer
+
     def oldest(self, rows: Rows) -> list[int]:
         """Ask and record."""
         answer = self._policy.oldest(rows)

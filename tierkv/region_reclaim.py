@@ -86,5 +86,5 @@ class RegionReclaim:
                 tier.free(old, allocated)
                 catalog.resize(row, nbytes, allocated, locator)
             elif free:
-                store.drop([row])
+                store.drop([row, *store.policy.stranded(catalog, [row])])
         return written or locator is None

@@ -329,13 +329,15 @@ class WriteBehind:
         store, catalog = self._store, self._store.catalog
         written: list[int] = []
         refused: list[int] = []
-        for copy, outcome in zip(copies, outcomes, strict=True):
+        for source, copy, outcome in zip(sources, copies, outcomes, strict=True):
             if outcome.status is not Status.DONE:
                 refused.append(copy)
                 store.counters[_REASONS.get(outcome.status, "demote_throttled")] += 1
                 continue
             catalog.commit([copy])
-            if catalog.generation[copy] < store.namespaces.minimum[catalog.namespace[copy]]:
+            left = catalog.state[source.row] != READY  # nobody could reach it any more, or a better
+            old = catalog.generation[copy] < store.namespaces.minimum[catalog.namespace[copy]]
+            if left or old:
                 store.drop([copy])
             else:
                 written.append(copy)

@@ -169,8 +169,11 @@ def audit(rig: Any) -> None:
     behind = has & (parents != NONE)
     children = np.bincount(parents[behind], minlength=segments.count)
     assert np.array_equal(children, segments.children[live])
-    if all(low.regions is None for low in store.lower):  # a region may take a head that is dead
-        assert has[parents[behind]].all(), "a head is gone before its tail"
+    assert has[parents[behind]].all(), "a head is gone before its tail"
+    for segment in np.flatnonzero(has).tolist():
+        first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
+        there = [count > 0 for count in placed.copies(first, blocks)]
+        assert there == sorted(there, reverse=True), "a head is gone before its tail"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -26,6 +26,7 @@ from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
 from tierkv.policies.search import Candidate, Search
 from tierkv.policies.steps import Steps
+from tierkv.policies.stranded import stranded
 from tierkv.policies.telling import Facts, tell
 from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
 from tierkv.tier import RAM
@@ -333,7 +334,7 @@ class Joint:
         return Facts(
             view.key(row), view.tiers, view.tier[row], view.allocated[row],
             self.steps.there(view, row), self.steps.allowed(view, row), float(rate[0]),
-            float(density[0]), bool(pinned[0]), raw, self._behind(row), self.price.copy(),
+            float(density[0]), bool(pinned[0]), raw, self.placed.behind(row), self.price.copy(),
         )  # fmt: skip
 
     def keeps(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
@@ -351,6 +352,10 @@ class Joint:
         self._worth = dict(zip(rows, loss.tolist(), strict=True))
         return [bool(one) for one in ~gone]
 
+    def stranded(self, view: Catalog, rows: Rows) -> list[int]:
+        """Return what lies behind blocks that are lost with these rows."""
+        return stranded(view, self.placed, rows)
+
     def _dropped(self, view: Catalog, tier: int, rows: list[int]) -> Floats:
         """Return the loss per byte of giving placements up, what lies behind them included."""
         current = np.array([self.steps.there(view, row) for row in rows])
@@ -358,25 +363,16 @@ class Joint:
         without = np.maximum(current - np.array(mine, np.int64), 0)
         loss = self._losses(tier, rows, current, without[:, None])[:, 0]
         loss = np.where(np.isfinite(loss), np.maximum(loss, 0.0), 0.0)
-        behind = np.array([self._behind(row) for row in rows])
+        behind = np.array([self.placed.behind(row) for row in rows])
         worth: Floats = loss * (1 + np.where(without == 0, behind, 0))
         return worth
-
-    def _behind(self, row: int) -> int:
-        """Return how many blocks lie behind a placement, as far as its segment tells."""
-        block, segments = self.placed.block(row), self.placed.segments
-        if block == NONE:
-            return 0
-        segment = self.placed.segment(block)
-        more = int(segments.blocks[segment]) * int(segments.children[segment])
-        return int(segments.first[segment] + segments.blocks[segment]) - block - 1 + more
 
     def oldest(self, rows: Rows) -> list[int]:
         """Return rows by what they earn, what lies behind them included."""
         if not rows:
             return []
         rate, density, pinned = self._value(list(rows))
-        behind = np.array([self._behind(row) for row in rows])
+        behind = np.array([self.placed.behind(row) for row in rows])
         worth = rate * density * (1 + behind) + pinned * PINNED
         if all(row in self._worth for row in rows):  # of a region that was just looked at
             worth = np.array([self._worth[row] for row in rows])

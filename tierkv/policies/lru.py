@@ -177,6 +177,11 @@ class Lru:
         since = queue.stamps[at] if at < len(queue.rows) else self._next
         return [self._stamp[row] > since for row in rows]
 
+    def stranded(self, view: Catalog, rows: Rows) -> list[int]:
+        """Know no chains: what lies behind has older stamps, and goes by them."""
+        del view, rows
+        return []
+
     def oldest(self, rows: Rows) -> list[int]:
         """Return rows by rising stamp."""
         return sorted(rows, key=self._stamp.__getitem__)

@@ -60,6 +60,8 @@ class Placed:
         self.pools = [Pool() for _ in range(tiers)]
         self.orphans = 0
         self.now = self.found_at = 0.0
+        self.windowed: set[int] = set()
+        """Parts that some hit needs only the last blocks of."""
         self._recompute: dict[bytes, Recompute] = {}
         self._look_at = LEAST_BLOCKS
         self._part = array("h")
@@ -96,6 +98,15 @@ class Placed:
         counts: list[int] = self._copies[first : first + blocks].tolist()
         return counts
 
+    def behind(self, row: int) -> int:
+        """Return how many blocks lie behind a placement, as far as its segment tells."""
+        block, segments = self.block(row), self.segments
+        if block == NONE:
+            return 0
+        segment = self.segment(block)
+        more = int(segments.blocks[segment]) * int(segments.children[segment])
+        return int(segments.first[segment] + segments.blocks[segment]) - block - 1 + more
+
     def find(self, keys: bytes) -> Ids:
         """Return the numbers of blocks, NONE where nobody has asked."""
         return self._numbers.find(keys, 0)
@@ -103,6 +114,7 @@ class Placed:
     def use(self, view: Catalog, use: Use) -> Numbers:
         """Take in a chain; returns its segments, head first: none when nothing is new."""
         count = len(use.keys) // KEY_BYTES
+        self.windowed.update(use.windowed)
         ids = self.find(use.keys)
         gaps = np.flatnonzero(ids == NONE)
         known = int(gaps[0]) if len(gaps) else count

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.catalog import NONE, READY, Catalog
+from tierkv.catalog import NONE, READY, WRITING, Catalog
 from tierkv.lineage import freed, lawful
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
@@ -184,13 +184,19 @@ class Search:
         if block == NONE:
             self._choose(Move(Kind.DROP, row, self._tier, 0))
             return
-        left = self._count(block)
-        parts = len(self._placed.parts(block))
-        if left <= parts and self._behind(block):
+        if not self._remains(row) and self._behind(block):
             return
         if self._choose(Move(Kind.DROP, row, self._tier, 0)):
-            self._left[block] = left - 1
+            self._left[block] = self._count(block) - 1
             self._note_end(block)
+
+    def _remains(self, row: int) -> bool:
+        """Return whether a unit has another placement that stays, or is being written."""
+        view = self._view
+        return any(
+            copy not in self._chosen and copy != row and view.state[copy] in (WRITING, READY)
+            for copy in view.copies(view.head(view.key(row), view.part[row]))
+        )
 
     def _choose(self, move: Move) -> bool:
         if not lawful(self._view, move):

@@ -55,7 +55,11 @@ def rerun(path: Path) -> Rerun:
 
 def _use(values: list[Any]) -> Use:
     use = Use._make(values)
-    return use._replace(parts=tuple(use.parts), recompute=Recompute(*use.recompute))
+    return use._replace(
+        parts=tuple(use.parts),
+        recompute=Recompute(*use.recompute),
+        windowed=tuple(use.windowed),
+    )
 
 
 _TOLD: dict[str, Callable[[ServicePolicy, Catalog, list[Any]], object]] = {
@@ -80,6 +84,7 @@ _ASKED: dict[str, Callable[[ServicePolicy, Catalog, list[Any]], Any]] = {
     "victims": lambda policy, view, a: policy.victims(view, *a),
     "reclaim": _reclaim,
     "keeps": lambda policy, view, a: policy.keeps(view, *a),
+    "stranded": lambda policy, view, a: policy.stranded(view, *a),
     "oldest": lambda policy, _, a: policy.oldest(*a),
 }
 """Answers as the record writes them."""
