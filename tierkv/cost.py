@@ -23,6 +23,7 @@ RATE_BYTES = 1 << 20
 _SMOOTH = 0.2
 _MOST_BPS = 1e13
 _MOST_COPY_S = 600.0
+_SLOWEST = 1 / 4
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -46,18 +47,27 @@ class Rates(NamedTuple):
     def with_told(self, op: Literal["read", "write"], nbytes: int, seconds: float) -> Self:
         """Return the rates after a copy that a client tells of; a figure that cannot be: the same.
 
-        RAM is copied from and to by clients, so only they can measure it.
+        RAM is copied from and to by clients, so only they can measure it. A copy that takes far
+        longer than `HOST_RATES` has waited for a core: it counts as one at `_SLOWEST` of that.
         """
         if nbytes <= 0 or not nbytes / _MOST_BPS < seconds < _MOST_COPY_S:
             return self
         if nbytes >= RATE_BYTES:
             rate = nbytes / seconds
-            return self.with_read(rate) if op == "read" else self.with_write(rate)
-        return self.with_latency(seconds) if op == "read" and nbytes < LATENCY_BYTES else self
+            if op == "read":
+                return self.with_read(max(rate, HOST_RATES.read_bps * _SLOWEST))
+            return self.with_write(max(rate, HOST_RATES.write_bps * _SLOWEST))
+        if op == "read" and nbytes < LATENCY_BYTES:
+            return self.with_latency(min(seconds, HOST_RATES.latency_s / _SLOWEST))
+        return self
 
     def with_latency(self, seconds: float) -> Self:
         """Return the rates after a small read that took `seconds`."""
         return self._replace(latency_s=_blend(self.latency_s, seconds))
+
+
+HOST_RATES = Rates(2e-5, 8e9, 8e9)
+"""What is assumed of RAM until clients tell what their copies take."""
 
 
 class Recompute(NamedTuple):

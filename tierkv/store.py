@@ -18,7 +18,7 @@ from tierkv import frame, lineage
 from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
-from tierkv.cost import Rates
+from tierkv.cost import HOST_RATES, Rates
 from tierkv.encoder import Encoder
 from tierkv.errors import invalid
 from tierkv.executor import Executor
@@ -43,8 +43,6 @@ IO_DEADLINE_S = 5.0
 
 FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
 """What is assumed of a tier until it was used: cautious figures of a small machine."""
-HOST_RATES = Rates(2e-5, 8e9, 8e9)
-"""What is assumed of RAM until clients tell what their copies take."""
 
 Numbers = npt.NDArray[np.int32]
 

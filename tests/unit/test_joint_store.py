@@ -18,14 +18,13 @@ from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
 from tierkv.client import Written
 from tierkv.codec import PROFILES
-from tierkv.cost import Recompute
+from tierkv.cost import HOST_RATES, Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
 from tierkv.part import Part
 from tierkv.policies.joint import Joint
 from tierkv.policies.placed import Placed
 from tierkv.policies.segments import NONE
-from tierkv.store import HOST_RATES
 from tierkv.tier import DurableTier
 from tierkv.use import Use
 

@@ -11,8 +11,8 @@ from tests.stores import BLOCK, Rig, chain, fill
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client, Written
 from tierkv.codec import INT8, RAW
-from tierkv.cost import LATENCY_BYTES, RATE_BYTES, Rates
-from tierkv.store import FIRST_RATES, HOST_RATES
+from tierkv.cost import HOST_RATES, LATENCY_BYTES, RATE_BYTES, Rates
+from tierkv.store import FIRST_RATES
 from tierkv.tier import Item, Outcome, Status
 
 
@@ -92,9 +92,9 @@ def after(old: float, new: float) -> object:
 
 
 def test_ram_is_as_fast_as_clients_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(100, 0.001, monkeypatch)
-    assert found["write_bps"] == after(HOST_RATES.write_bps, 100 * BLOCK / 0.001)
-    assert found["read_bps"] == after(HOST_RATES.read_bps, 100 * BLOCK / 0.001)
+    found = told(100, 0.0004, monkeypatch)
+    assert found["write_bps"] == after(HOST_RATES.write_bps, 100 * BLOCK / 0.0004)
+    assert found["read_bps"] == after(HOST_RATES.read_bps, 100 * BLOCK / 0.0004)
     assert found["latency_s"] == HOST_RATES.latency_s
 
 
@@ -102,9 +102,18 @@ def test_a_copy_that_decodes_says_nothing_of_ram(monkeypatch: pytest.MonkeyPatch
     assert told(100, 0.001, monkeypatch, INT8.codec_id)["read_bps"] == HOST_RATES.read_bps
 
 
+def test_copies_that_waited_for_a_core_do_not_make_ram_as_slow_as_a_disk() -> None:
+    """Or a busy minute would have engines compute what lies in RAM."""
+    rates = HOST_RATES
+    for _ in range(100):
+        rates = rates.with_told("read", RATE_BYTES, 3.0).with_told("write", RATE_BYTES, 3.0)
+        rates = rates.with_told("read", 4096, 0.5)
+    assert rates == pytest.approx((8e-5, 2e9, 2e9))
+
+
 def test_a_small_copy_tells_how_long_ram_takes_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(1, 0.001, monkeypatch)
-    assert found["latency_s"] == after(HOST_RATES.latency_s, 0.001)
+    found = told(1, 5e-5, monkeypatch)
+    assert found["latency_s"] == after(HOST_RATES.latency_s, 5e-5)
     assert (found["read_bps"], found["write_bps"]) == (HOST_RATES.read_bps, HOST_RATES.write_bps)
 
 
