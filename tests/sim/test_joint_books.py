@@ -20,7 +20,7 @@ def test_the_books_agree_after_every_step(monkeypatch: pytest.MonkeyPatch, seed:
 
     def look_closer(sidecar: Sidecar) -> None:
         look(sidecar)
-        audit(SimpleNamespace(store=sidecar))
+        audit(SimpleNamespace(store=sidecar), sound=False)
 
     def note(placed: Placed, blocks: object) -> None:
         renumber(placed, blocks)  # type: ignore[arg-type]
