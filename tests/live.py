@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.kvtc_rigs import LAYERS, PART, place_at, text_like
-from tests.move_rigs import IDENTITY, RAW_BYTES, TOKENS, Stored, registry
+from tests.kvtc_rigs import PART, place_at, text_like
+from tests.move_rigs import IDENTITY, RAW_BYTES, TOKENS, Stored, decoded, read_all, registry
 from tests.sidecars import connect
 from tests.stores import fill
 from tierkv import calls, frame
@@ -78,23 +77,7 @@ class Live:
         if transfer is None:
             self.client.release(reply.match)
             return []
-        found = []
-        with transfer:
-            for unit in range(transfer.units):
-                header = transfer.header(unit)
-                assert header is not None
-                payload = b"".join(transfer.payload(unit, header))
-                found.append((header, self.decoded(header, payload)))
-                assert transfer.unchanged(unit)
-        return found
-
-    def decoded(self, header: frame.Header, payload: bytes) -> torch.Tensor:
-        block = torch.empty((LAYERS, 2, TOKENS, 2, 16), dtype=torch.bfloat16)
-        codec = self.codecs.of_id(header.codec_id, header.artifact)
-        data = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
-        segments = tuple(length for length in header.segments if length)
-        codec.decode(data, segments, block, place_at(header.position))
-        return block
+        return read_all(self.codecs, transfer)
 
     def expected(self, key: bytes, header: frame.Header) -> torch.Tensor:
         """Return what a block must decode to in the profile of a frame, made here."""
@@ -107,7 +90,7 @@ class Live:
             out = torch.empty(codec.bound(RAW_BYTES), dtype=torch.uint8)
             assert codec.encode(one.block, out, place_at(one.position)) == segments
             payload = out.numpy().tobytes()
-        return self.decoded(header, payload[: sum(segments)])
+        return decoded(self.codecs, header, payload[: sum(segments)])
 
     def explain(self, key: bytes) -> Explanation:
         wire = self.client._channel.call(calls.ExplainCall(key=key))

@@ -13,7 +13,7 @@ from tests.stores import Rig, fill
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
-from tierkv.client import Written
+from tierkv.client import Transfer, Written
 from tierkv.codec import PROFILES, Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
@@ -97,6 +97,29 @@ class Stored(NamedTuple):
     position: int
 
 
+def decoded(codecs: CodecRegistry, header: frame.Header, payload: bytes) -> torch.Tensor:
+    """Return the block of a frame."""
+    block = torch.empty((LAYERS, 2, TOKENS, 2, 16), dtype=torch.bfloat16)
+    codec = codecs.of_id(header.codec_id, header.artifact)
+    data = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
+    segments = tuple(length for length in header.segments if length)
+    codec.decode(data, segments, block, place_at(header.position))
+    return block
+
+
+def read_all(codecs: CodecRegistry, transfer: Transfer) -> list[tuple[frame.Header, torch.Tensor]]:
+    """Return header and decoded block of each frame of a transfer, and end it."""
+    found = []
+    with transfer:
+        for unit in range(transfer.units):
+            header = transfer.header(unit)
+            assert header is not None
+            payload = b"".join(transfer.payload(unit, header))
+            found.append((header, decoded(codecs, header, payload)))
+            assert transfer.unchanged(unit)
+    return found
+
+
 class InProcess:
     """An encoder without a process: what the codec worker does, by the same code."""
 
@@ -105,12 +128,15 @@ class InProcess:
     def __init__(self, arena: memoryview) -> None:
         self._arena = arena
 
+    def payload(self, header: frame.Header, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
+        pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
+        return frame.cut(pieces, header.header_bytes, header.payload_bytes)
+
     def encode(
         self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
         profile: Profile,
     ) -> Encoded | Lost:  # fmt: skip
-        pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
-        payload = frame.cut(pieces, header.header_bytes, header.payload_bytes)
+        payload = self.payload(header, runs)
         start = frame.header_bytes(profile.segments)
         memory = aligned(start + header.raw_bytes + profile.bound_extra)
         segments = encode_again(identity, header, payload, profile, memory[start:])
@@ -175,23 +201,7 @@ class MoveRig(Rig):
         transfer = self.transfer(reply, self.match_call(keys, **dict(fields)))
         if transfer is None:
             return []
-        found = []
-        with transfer:
-            for unit in range(transfer.units):
-                header = transfer.header(unit)
-                assert header is not None
-                payload = b"".join(transfer.payload(unit, header))
-                found.append((header, self.decoded(header, payload)))
-                assert transfer.unchanged(unit)
-        return found
-
-    def decoded(self, header: frame.Header, payload: bytes) -> torch.Tensor:
-        block = torch.empty((LAYERS, 2, TOKENS, 2, 16), dtype=torch.bfloat16)
-        codec = self.codecs.of_id(header.codec_id, header.artifact)
-        data = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
-        segments = tuple(length for length in header.segments if length)
-        codec.decode(data, segments, block, place_at(header.position))
-        return block
+        return read_all(self.codecs, transfer)
 
     def prefix_of(self, stored: Stored, levels: int) -> torch.Tensor:
         """Return what the first segments of a block decode to."""

@@ -19,10 +19,8 @@ group's ends and the rounding to the block's dtype.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from tierkv_codecs.affine import Coded, quantised, restored
@@ -32,13 +30,12 @@ from tierkv_codecs.fixed import FLOATS, FixedRate, Sections, Shape, behind
 from tierkv_codecs.int4_kernels import (
     GROUP,
     LEVELS,
-    Turn,
     code_keys,
     code_values,
     restore_keys,
     restore_values,
 )
-from tierkv_codecs.rope import rope, rotary_dim, table, unrope
+from tierkv_codecs.rope import Turn, rope, turns, unrope
 
 SIDES = 2
 
@@ -140,14 +137,6 @@ def _unpacked(codes: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _turns(place: Place, shape: Shape, *, inverse: bool) -> Iterator[Turn]:
-    """Yield the runs of layers that have one RoPE. Raises: Unsuited for one that is not known."""
-    start, tokens = 0, shape.tokens - shape.sinks
-    for one, layers in groupby(layer.rope for layer in place.layers):
-        stop = start + len(list(layers))
-        half = rotary_dim(one, shape.dim) // 2
-        cos, sin = np.zeros((2, tokens, half), np.float32)
-        if half:
-            position = place.position + shape.sinks
-            cos, sin = table(one, shape.dim, position, tokens, inverse=inverse)
-        yield Turn(start, stop, one.interleaved, cos, sin)
-        start = stop
+    """Return `rope.turns` of the tokens behind the sinks."""
+    position, tokens = place.position + shape.sinks, shape.tokens - shape.sinks
+    return turns(place.layers, shape.dim, position, tokens, inverse=inverse)

@@ -4,8 +4,6 @@ A block's values come and go as the upper bits of float32 (`bits.kernel_bits`), 
 [layer, K/V, token, head, dim].
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tierkv_codecs.bits import (
@@ -26,20 +24,11 @@ from tierkv_codecs.bits import (
     upper_bits,
 )
 from tierkv_codecs.fixed import Shape
+from tierkv_codecs.rope import Turn
 
 LEVELS = 15
 GROUP = 32
 """Tokens of a key group, and channels of a value group, unless the axis ends."""
-
-
-class Turn(NamedTuple):
-    """Neighbouring layers with one RoPE: cos and sin [token, pair] of the tokens behind sinks."""
-
-    start: int
-    stop: int
-    interleaved: bool
-    cos: Floats
-    sin: Floats
 
 
 @inlined

@@ -4,9 +4,7 @@ On a CPU two fused kernels do it; the torch functions beside them say what they 
 any device.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,18 +20,8 @@ from tierkv_codecs.bits import (
     most,
     upper_bits,
 )
-from tierkv_codecs.rope import rope, rotary_dim, table, unrope
+from tierkv_codecs.rope import Turn, rope, turns, unrope
 from tierkv_codecs.tensors import bits_of
-
-
-class Turn(NamedTuple):
-    """Neighbouring layers with one RoPE: cos and sin [token, pair]."""
-
-    start: int
-    stop: int
-    interleaved: bool
-    cos: Floats
-    sin: Floats
 
 
 def rows_of(
@@ -57,7 +45,7 @@ def rows_of(
     keys, values = (np.empty((tokens, count * width), np.float32) for _ in range(2))
     key_mean, value_mean = (mean.numpy() for mean in means)
     dim = block.shape[4]
-    for turn in _turns(layers, dim, position, tokens, inverse=True):
+    for turn in turns(layers, dim, position, tokens, inverse=True):
         by = 8 * (4 - source.itemsize)
         _gather(bits, by, dim, turn, key_mean, value_mean, keys, values)
     return torch.from_numpy(keys), torch.from_numpy(values)
@@ -97,7 +85,7 @@ def write_rows(
     limit = np.float32(torch.finfo(out.dtype).max)
     key_mean, value_mean = (mean.numpy() for mean in means)
     bits, dim = bits_of(into).flatten(3).numpy(), out.shape[4]
-    for turn in _turns(layers, dim, position, out.shape[2], inverse=False):
+    for turn in turns(layers, dim, position, out.shape[2], inverse=False):
         _scatter(bits, by, dim, turn, key_mean, value_mean, keys, values, of_rows, limit)
     if into is not out:
         out.copy_(into)
@@ -119,20 +107,6 @@ def plain_write_rows(
     )
     out[:, 0] = rope(keys, layers, position).clamp_(-most_of, most_of).to(out.dtype)
     out[:, 1] = values.clamp(-most_of, most_of).to(out.dtype)
-
-
-def _turns(
-    layers: Sequence[LayerSpec], dim: int, position: int, tokens: int, *, inverse: bool
-) -> Iterator[Turn]:
-    """Yield the runs of layers that have one RoPE. Raises: Unsuited for one that is not known."""
-    start = 0
-    for one, run in groupby(layer.rope for layer in layers):
-        stop = start + len(list(run))
-        cos, sin = np.zeros((2, tokens, 0), np.float32)
-        if rotary_dim(one, dim):
-            cos, sin = table(one, dim, position, tokens, inverse=inverse)
-        yield Turn(start, stop, one.interleaved, cos, sin)
-        start = stop
 
 
 # All heads of a token at a time: a call costs as much as a few hundred values. Every innermost loop

@@ -14,9 +14,9 @@ cos^2 + sin^2 = f^2. Everything else (angles of several axes, of a kind not know
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,30 @@ def table(
     cos = (np.cos(angle) * scale).astype(np.float32)
     sin = (np.sin(angle) * (scale * sign)).astype(np.float32)
     return cos, sin
+
+
+class Turn(NamedTuple):
+    """Neighbouring layers with one RoPE: cos and sin [token, pair], see `table`."""
+
+    start: int
+    stop: int
+    interleaved: bool
+    cos: Floats
+    sin: Floats
+
+
+def turns(
+    layers: Sequence[LayerSpec], dim: int, position: int, tokens: int, *, inverse: bool
+) -> Iterator[Turn]:
+    """Yield the runs of layers that have one RoPE. Raises: Unsuited for one that is not known."""
+    start = 0
+    for one, run in groupby(layer.rope for layer in layers):
+        stop = start + len(list(run))
+        cos, sin = np.zeros((2, tokens, 0), np.float32)
+        if rotary_dim(one, dim):
+            cos, sin = table(one, dim, position, tokens, inverse=inverse)
+        yield Turn(start, stop, one.interleaved, cos, sin)
+        start = stop
 
 
 def rotary_dim(one: Rope, dim: int) -> int:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
+from tests.move_rigs import InProcess
 from tests.property.store_model import Unit
 from tests.property.test_store_machine import (
     LENGTHS,
@@ -59,20 +60,14 @@ GATE = Gate(
 CUTS = st.sampled_from([(700, 5000, PAGE, PAGE), (PAGE, 10, 10, 10), (10, PAGE, PAGE, 10)])
 
 
-class Halves:
+class Halves(InProcess):
     """Keeps half of what it gets, whatever the profile."""
-
-    state = "in this process"
-
-    def __init__(self, arena: memoryview) -> None:
-        self._arena = arena
 
     def encode(
         self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
         profile: Profile,
     ) -> Encoded | Lost:  # fmt: skip
-        pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
-        data = b"".join(frame.cut(pieces, header.header_bytes, header.payload_bytes))
+        data = b"".join(self.payload(header, runs))
         start = frame.header_bytes(1)
         memory = aligned(start + len(data) // 2)
         memory[start : start + len(data) // 2] = data[: len(data) // 2]

@@ -18,6 +18,7 @@ from tests.move_rigs import (
     MoveRig,
     Stored,
     class_of,
+    decoded,
     gate_of,
     logs,
 )
@@ -172,7 +173,7 @@ def test_an_exact_copy_is_demoted_encoded_again(
         assert header.frame_bytes == size < RAW_BYTES
         out = torch.empty(codec.bound(RAW_BYTES), dtype=torch.uint8)
         assert sum(codec.encode(one.block, out, place_of(header))) == header.payload_bytes
-        expected = rig.decoded(header, out[: header.payload_bytes].numpy().tobytes())
+        expected = decoded(rig.codecs, header, out[: header.payload_bytes].numpy().tobytes())
         assert torch.equal(block, expected)
         assert torch.equal(block, one.block) != PROFILES[name].lossy
     assert rig.count("promoted") == 2

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.catalog import NONE, READY, WRITING, Catalog
+from tierkv.catalog import NONE, READY, Catalog
 from tierkv.lineage import freed, lawful
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
+from tierkv.policies.stranded import remains
 
 Numbers = npt.NDArray[np.int64]
 ROUNDS = 24
@@ -184,19 +185,11 @@ class Search:
         if block == NONE:
             self._choose(Move(Kind.DROP, row, self._tier, 0))
             return
-        if not self._remains(row) and self._behind(block):
+        if not remains(self._view, row, self._chosen) and self._behind(block):
             return
         if self._choose(Move(Kind.DROP, row, self._tier, 0)):
             self._left[block] = self._count(block) - 1
             self._note_end(block)
-
-    def _remains(self, row: int) -> bool:
-        """Return whether a unit has another placement that stays, or is being written."""
-        view = self._view
-        return any(
-            copy not in self._chosen and copy != row and view.state[copy] in (WRITING, READY)
-            for copy in view.copies(view.head(view.key(row), view.part[row]))
-        )
 
     def _choose(self, move: Move) -> bool:
         if not lawful(self._view, move):

@@ -6,7 +6,7 @@ with it: heads never leave before tails. Of parts with a sliding window only the
 needed: nothing of them hangs on what lies before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def stranded(view: Catalog, placed: Placed, rows: Sequence[int]) -> list[int]:
     lost: dict[tuple[int, int], int] = {}
     for row in rows:
         block, part = placed.block(row), view.part[row]
-        if block == NONE or part in placed.windowed or _remains(view, row, going):
+        if block == NONE or part in placed.windowed or remains(view, row, going):
             continue
         place = part, placed.segment(block)
         lost[place] = min(block, lost.get(place, block))
@@ -39,10 +39,12 @@ def stranded(view: Catalog, placed: Placed, rows: Sequence[int]) -> list[int]:
     return sorted(found - going)
 
 
-def _remains(view: Catalog, row: int, going: set[int]) -> bool:
-    """Return whether a unit has another placement that stays, or is being written."""
-    copies = view.copies(view.head(view.key(row), view.part[row]))
-    return any(copy not in going and view.state[copy] in (WRITING, READY) for copy in copies)
+def remains(view: Catalog, row: int, going: Container[int]) -> bool:
+    """Return whether the unit of a row has another that stays, or is being written."""
+    return any(
+        copy != row and copy not in going and view.state[copy] in (WRITING, READY)
+        for copy in view.copies(view.head(view.key(row), view.part[row]))
+    )
 
 
 def _ready(view: Catalog, placed: Placed, part: int, first: int, end: int) -> Iterator[int]:
