@@ -3,6 +3,7 @@
     python -m bench.joint --traces FOLDER                      # every row; some take minutes
     python -m bench.joint --traces FOLDER --only agentic small --json
     python -m bench.joint --traces FOLDER --sweep              # sizes of host RAM and NVMe instead
+    python -m bench.joint --traces FOLDER --aims               # hints, floors, a known future
 
 Gap closed is (LRU - ours) / (LRU - everything kept, loads free), in percent of mean time to first
 token; LRU keeps raw copies, tail first. "bound" is what a linear programme that knows the trace
@@ -20,6 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.joint_aims import Aimed, rows_of, show_aims
 from bench.joint_sweep import Cell, cells, show_cells
 from bench.timing import machine
 from tierkv.simulation.scenario import read_scenario
@@ -83,7 +85,7 @@ def measure(workload: Workload, trace: str, scenario_name: str, fidelity: str) -
     scenario = read_scenario(scenario_name)
 
     def run(policy: str, served_class: str) -> float:
-        chosen = contest(scenario, policy, served_class, workload.distinct, 0)
+        chosen = contest(scenario, policy, served_class, workload, 0)
         return serve(workload, scenario, served_class, chosen).ttft_s.mean
 
     lru = run("lru", "exact")
@@ -93,7 +95,7 @@ def measure(workload: Workload, trace: str, scenario_name: str, fidelity: str) -
         if form.name != "raw"
     }
     best = min(others, key=others.__getitem__)
-    chosen = contest(scenario, "evicpress", fidelity, workload.distinct, 0)
+    chosen = contest(scenario, "evicpress", fidelity, workload, 0)
     ours = serve(workload, scenario, fidelity, chosen)
     free, mean = ours.ttft_infinite_free_s.mean, ours.ttft_s.mean
     known = KNOWN[trace, scenario_name, fidelity]
@@ -166,9 +168,11 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="traces, scenarios or classes")
     parser.add_argument("--sweep", action="store_true", help="over sizes of host RAM and NVMe")
+    parser.add_argument("--aims", action="store_true", help="with what more may be known")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows: list[Row] | list[Cell] = sweep(asked) if asked.sweep else measured(asked)
+    rows: list[Row] | list[Cell] | list[Aimed]
+    rows = sweep(asked) if asked.sweep else aims(asked) if asked.aims else measured(asked)
     if asked.json:
         found = {"machine": machine(), "rows": msgspec.to_builtins(rows)}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
@@ -200,6 +204,20 @@ def sweep(asked: argparse.Namespace) -> list[Cell]:
                 print(msgspec.json.encode(cell).decode(), file=sys.stderr, flush=True)
     if not asked.json:
         show_cells(rows)
+    return rows
+
+
+def aims(asked: argparse.Namespace) -> list[Aimed]:
+    """What is aimed at beside the main rows; each is told on standard error when it is done."""
+    bounds = {place: known.bound for place, known in KNOWN.items()}
+    rows: list[Aimed] = []
+    for trace in FILES:
+        if set(asked.only) <= {trace}:
+            for row in rows_of(trace, workload_of(asked.traces, trace), bounds):
+                rows.append(row)
+                print(msgspec.json.encode(row).decode(), file=sys.stderr, flush=True)
+    if not asked.json:
+        show_aims(rows)
     return rows
 
 

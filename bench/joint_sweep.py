@@ -48,7 +48,7 @@ def cells(workload: Workload, trace: str, fidelity: str) -> Iterator[Cell]:
         scenario = sized(host_gib, nvme_gib)
 
         def seconds(policy: str, scenario: Scenario = scenario) -> float:
-            chosen = contest(scenario, policy, fidelity, workload.distinct, 0)
+            chosen = contest(scenario, policy, fidelity, workload, 0)
             return serve(workload, scenario, fidelity, chosen).ttft_s.mean
 
         found = {form.name: seconds(f"lru@{form.name}") for form in scenario.forms(fidelity)}

@@ -14,7 +14,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from tierkv import __version__
-from tierkv.errors import TierKVError, unavailable
+from tierkv.errors import TierKVError, invalid, unavailable
+from tierkv_service import replay_options as options
 
 SAMPLE_S = 1.0
 
@@ -215,44 +216,20 @@ def replay(  # noqa: PLR0913 -- one for each option
         ),
     ],
     *,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            help="lru, evicpress, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
-            " s3fifo-tail-first for the other order of a prompt's blocks. With --config:"
-            " evicpress (else it is lru), or lru@PROFILE.",
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option("--config", help="A scenario: h100-8b, small, or one's own TOML file."),
-    ] = None,
+    policy: options.Policy = None,
+    config: options.Config = None,
     fidelity: Annotated[
         ServedClass, typer.Option("--class", help="What readers accept, with --config.")
     ] = ServedClass.SAFE,
-    engines: Annotated[
-        int, typer.Option("--engines", min=0, help="Serve from a queue with so many engines.")
-    ] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0,
-    blocks: Annotated[
-        int | None,
-        typer.Option("--blocks", help="One tier of so many equal blocks, and no codec."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw hits over capacities for all policies to this PNG file."),
-    ] = None,
-    file_tokens: Annotated[
-        int | None,
-        typer.Option("--file-tokens", min=1, help="Per block in the file; else it is worked out."),
-    ] = None,
-    block_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--block-tokens", min=1, help="Per block of the replay, a multiple of the file's."
-        ),
-    ] = None,
+    engines: options.Engines = 0,
+    seed: options.Seed = 0,
+    hints: options.ToldHints = None,
+    sensitivity: options.SensitivityCv = 0.0,
+    kl_floor: options.KlFloor = None,
+    blocks: options.Blocks = None,
+    plot: options.Plot = None,
+    file_tokens: options.FileTokens = None,
+    block_tokens: options.BlockTokens = None,
     as_json: Json = False,
 ) -> None:
     """Replay a trace of requests through a policy and count what it would have hit."""
@@ -263,8 +240,11 @@ def replay(  # noqa: PLR0913 -- one for each option
     run_record(trace, as_json=as_json)
 
     setting = None
+    if config is None and (hints or sensitivity or kl_floor is not None):
+        raise invalid("--hints, --sensitivity-cv and --kl-floor go with --config")
     if config is not None:
-        setting = Setting(config, policy or "evicpress", fidelity.value, engines, seed)
+        name, told = policy or "evicpress", hints and hints.value
+        setting = Setting(config, name, fidelity.value, engines, seed, told, sensitivity, kl_floor)
     order = Order(trace, policy or "lru", setting, blocks, plot, file_tokens, block_tokens)
     raise typer.Exit(run(order, as_json=as_json))
 

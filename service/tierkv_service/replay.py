@@ -17,9 +17,15 @@ from tierkv.simulation.blocks import Counts
 from tierkv.simulation.joint_blocks import check_policy, count_blocks
 from tierkv.simulation.result import Result, of_blocks
 from tierkv.simulation.scenario import Scenario, read_scenario
-from tierkv.simulation.serving import Served, contest, read_workload, serve
+from tierkv.simulation.serving import Served, contest, serve
 from tierkv.simulation.traces import Accesses, Trace, load
-from tierkv_service.replay_serving import Setting, replay_over, show_served, write_json
+from tierkv_service.replay_serving import (
+    Setting,
+    replay_over,
+    show_served,
+    workload_of,
+    write_json,
+)
 from tierkv_service.show import size
 from tierkv_service.sweep import BYTES_PER_TOKEN, Panel, sweep_blocks, sweep_tiers
 
@@ -90,10 +96,10 @@ def _draw(path: Path, trace: Trace, setting: Setting | None) -> None:
 
 def _sweep_tiers(trace: Trace, setting: Setting) -> list[Panel]:
     scenario = read_scenario(setting.scenario)
-    workload = read_workload(trace)
+    workload = workload_of(trace, setting)
 
     def over(each: Scenario, policy: str) -> Served:
-        chosen = contest(each, policy, setting.fidelity, workload.distinct, setting.seed)
+        chosen = contest(each, policy, setting.fidelity, workload, setting.seed)
         with _progress(f"{policy}, {each.tier[0].gib:g} GiB of {each.tier[0].name}") as tell:
             return serve(workload, each, setting.fidelity, chosen, setting.engines, tell)
 

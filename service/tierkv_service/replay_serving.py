@@ -1,5 +1,6 @@
 """`tierkv replay --config`: a trace over the modelled tiers of a scenario, told as time."""
 
+import math
 import sys
 from typing import NamedTuple
 
@@ -7,12 +8,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tierkv.simulation.foresight import clients_of
 from tierkv.simulation.scenario import read_scenario
 from tierkv.simulation.serving import (
     Progress,
     Served,
     Spread,
     Workload,
+    check_policy,
     contest,
     read_workload,
     serve,
@@ -29,16 +32,33 @@ class Setting(NamedTuple):
     fidelity: str
     engines: int
     seed: int
+    hints: str | None
+    """`closed`, where clients say with a request that none goes on with it."""
+    sensitivity_cv: float
+    kl_floor: float | None
 
 
 def replay_over(trace: Trace, setting: Setting, progress: Progress) -> Served:
     """Replay a trace as the setting says."""
     scenario = read_scenario(setting.scenario)
     # A policy that is not known is said before a long trace is read.
-    contest(scenario, setting.policy, setting.fidelity, 1, setting.seed)
-    workload: Workload = read_workload(trace)
-    chosen = contest(scenario, setting.policy, setting.fidelity, workload.distinct, setting.seed)
+    check_policy(scenario, setting.policy, setting.fidelity)
+    workload = workload_of(trace, setting)
+    chosen = contest(scenario, setting.policy, setting.fidelity, workload, setting.seed)
     return serve(workload, scenario, setting.fidelity, chosen, setting.engines, progress)
+
+
+def workload_of(trace: Trace, setting: Setting) -> Workload:
+    """Read a whole trace, with clients as the setting says."""
+    workload = read_workload(trace)
+    clients = clients_of(
+        workload.ids,
+        closed=setting.hints is not None,
+        variation=setting.sensitivity_cv,
+        most_kl=math.inf if setting.kl_floor is None else setting.kl_floor,
+        seed=setting.seed,
+    )
+    return workload._replace(clients=clients)
 
 
 def write_json(trace: Trace, setting: Setting, served: Served) -> None:

@@ -32,7 +32,7 @@ def test_the_lru_of_the_service_does_what_the_model_of_it_does(profile: str) -> 
         workload,
         scenario,
         "safe",
-        contest(scenario, f"lru@{profile}", "safe", workload.distinct, 0),
+        contest(scenario, f"lru@{profile}", "safe", workload, 0),
     )
     assert found.ttft_s.mean == pytest.approx(model.ttft_s.mean, rel=0.01)
     assert found.prefix_hit == pytest.approx(model.prefix_hit, abs=0.005)
@@ -44,7 +44,7 @@ def test_the_lru_of_the_service_does_what_the_model_of_it_does(profile: str) -> 
 @pytest.mark.parametrize("name", MAKES)
 def test_no_tier_holds_more_than_it_can_and_no_block_two_copies(name: str) -> None:
     workload, scenario = chats(150), tight()
-    cascade = contest(scenario, f"{name}@int8", "safe", workload.distinct, 0)
+    cascade = contest(scenario, f"{name}@int8", "safe", workload, 0)
     assert isinstance(cascade, Cascade)
     catalog = cascade._catalog
 

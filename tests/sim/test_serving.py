@@ -51,7 +51,7 @@ def workload() -> Workload:
 
 def run(workload: Workload, policy: str, fidelity: str, engines: int = 0, seed: int = 0) -> Served:
     scenario = read_scenario("small")
-    chosen = contest(scenario, policy, fidelity, workload.distinct, seed)
+    chosen = contest(scenario, policy, fidelity, workload, seed)
     return serve(workload, scenario, fidelity, chosen, engines)
 
 
@@ -110,7 +110,7 @@ def test_one_request_by_hand() -> None:
         3,
         BLOCK,
     )
-    served = serve(workload, scenario, "exact", contest(scenario, "lru", "exact", 3, 0))
+    served = serve(workload, scenario, "exact", contest(scenario, "lru", "exact", workload, 0))
     raw = 512 * 131072
     first = 32e-6 * 512 + 1.05e-9 * 512**2 / 2
     second = 20e-6 + raw / 50e9 + 32e-6 * 100 + 1.05e-9 * (512 * 100 + 100**2 / 2)
@@ -179,7 +179,7 @@ def test_a_prefix_is_never_less_than_lru_finds_without_codecs(workload: Workload
                 workload,
                 scenario,
                 "exact",
-                contest(scenario, policy, "exact", workload.distinct, 0),
+                contest(scenario, policy, "exact", workload, 0),
             )
             for policy in ("evicpress", "lru")
         )

@@ -33,7 +33,9 @@ class Service:
         self.policy = policy
         self.now = 0.0
 
-    def ask(self, chain: list[int], pause: float = 1.0) -> int:
+    def ask(
+        self, chain: list[int], pause: float = 1.0, *, closed: bool = False, most_kl: float = np.inf
+    ) -> int:
         """Use a chain; return how many of its blocks had a copy."""
         self.now += pause
         ids = np.array(chain, np.int32)
@@ -44,7 +46,10 @@ class Service:
         each = np.full(len(chain), BLOCK)
         worth = DENSITY * (1 + np.arange(len(chain)) / 100)
         tokens = TOKENS * len(chain)
-        self.policy.used_chain(self.now, walk, ids, tokens, len(chain), each, worth, loaded)
+        self.policy.used_chain(
+            self.now, walk, ids, tokens, len(chain), each, worth, loaded,
+            closed=closed, most_kl=most_kl,
+        )  # fmt: skip
         self.check()
         return hits
 
@@ -129,6 +134,32 @@ def test_what_all_chains_share_stays_and_stays_near() -> None:
     policy = service.policy
     head = policy.walk(np.array([0], np.int32)).rows[0]
     assert policy.configurations.source[policy.segments.configuration[head], 0] == 0
+
+
+def test_what_is_closed_takes_no_room() -> None:
+    service = raw_only(30)
+    for turn in range(20):
+        chat = [100 * turn + block for block in range(10)]
+        service.ask(chat, closed=turn % 2 == 1)
+        assert bool(service.kept(chat)) == (turn % 2 == 0)
+
+
+def test_no_copy_is_made_that_a_segment_may_not_have() -> None:
+    """Four chains under pressure, each with a floor of its own, that of the last for none."""
+    service = Service(EvicPress(FORMS, RATES, [int(3 * BLOCK), int(12 * BLOCK)]))
+    known, segments = service.policy.configurations, service.policy.segments
+    floors = [0.0, 1e-4, 0.005, np.inf]
+    chains = [list(range(100 * one, 100 * one + 20)) for one in range(4)]
+    seen = [0.0] * 4
+    for turn in range(80):
+        for one, chain in enumerate(chains):
+            service.ask([*chain, 100 * one + 20 + turn // 4], most_kl=floors[one])
+            worst = known.kl[
+                segments.configuration[service.policy.walk(np.array(chain, np.int32)).rows]
+            ]
+            assert worst.max() <= floors[one]
+            seen[one] = max(seen[one], float(worst.max()))
+    assert 0 < seen[2] < seen[3] == 0.008
 
 
 def test_dead_categories_make_room_for_live_ones() -> None:

@@ -79,3 +79,21 @@ def test_a_spell_ends_once() -> None:
     hazard.used(0, 30.0)
     hazard.refit(20.0)
     assert np.array_equal(once, hazard.table)
+
+
+def test_what_was_told_dead_says_nothing_of_the_others() -> None:
+    """Half of all are told dead at once, the others come after 100 s on average."""
+    hazard, rng = Hazard(1), np.random.default_rng(0)
+    for context in range(2000):
+        hazard.begin(context, 0, float(context))
+        if context % 2:
+            hazard.until[context] = context
+        else:
+            hazard.used(context, context + rng.exponential(100.0))
+    hazard.refit(4000.0)
+    hazard.begin(2000, 0, 4000.0)
+    hazard.begin(2001, 0, 4000.0)
+    hazard.until[2001] = 4000.0
+    open_one, told = hazard.rate(np.array([2000, 2001]), 4000.0)
+    assert 0.009 < open_one < 0.015
+    assert told == 0.0

@@ -116,7 +116,7 @@ def test_the_sweep_of_a_scenario_has_every_policy_over_its_bounds() -> None:
     scenario = msgspec.structs.replace(small, tier=tiers)
 
     def serve_over(each: Scenario, policy: str) -> Served:
-        chosen = contest(each, policy, "safe", workload.distinct, 0)
+        chosen = contest(each, policy, "safe", workload, 0)
         return serve(workload, each, "safe", chosen)
 
     times, hits = sweep.sweep_tiers(

@@ -54,6 +54,20 @@ def test_json_has_every_field(trace: Path) -> None:
     assert result["ttft_queued_s"]["mean"] == pytest.approx(result["ttft_s"]["mean"])
 
 
+def test_clients_may_say_more(trace: Path) -> None:
+    """What was asked stands beside what came of it; a future that is known costs nobody time."""
+    asked = [str(trace), "--config", "small", "--class", "economy", "--json"]
+    told = ["--hints", "closed", "--sensitivity-cv", "0.4", "--kl-floor", "0.001"]
+    plain = json.loads(output(*asked))
+    result = json.loads(output(*asked, *told))
+    assert (plain["hints"], plain["sensitivity_cv"], plain["kl_floor"]) == (None, 0.0, None)
+    assert (result["hints"], result["sensitivity_cv"], result["kl_floor"]) == ("closed", 0.4, 0.001)
+    assert "economy" not in result["by_class"] or result["by_class"]["economy"] == 0
+    assert sum(result["written_bytes"].values()) < sum(plain["written_bytes"].values())
+    known = json.loads(output(*asked, "--policy", "clairvoyant"))
+    assert known["ttft_s"]["mean"] <= plain["ttft_s"]["mean"]
+
+
 def test_people_get_a_table(trace: Path) -> None:
     table = output(trace, "--config", "h100-8b", "--policy", "lru@kvtc9")
     assert "time to first token" in table
@@ -66,6 +80,8 @@ def test_people_get_a_table(trace: Path) -> None:
         (["--config", "small", "--policy", "lru@kvtc36"], "lru@kvtc9"),
         (["--config", "small", "--policy", "fifo"], "evicpress"),
         (["--config", "smal"], "h100-8b, small"),
+        (["--blocks", "5", "--hints", "closed"], "go with --config"),
+        (["--blocks", "5", "--kl-floor", "0"], "go with --config"),
         (["--config", "small", "--blocks", "5"], "--blocks goes without --config"),
     ],
 )

@@ -45,6 +45,7 @@ class Configurations:
         stored: float64 (numbers, tiers): stored bytes in each tier for a raw byte.
         source: int64 (numbers, 2): tier of the best copy and its place in `forms`.
         progressive: bool by number: whether there is a progressive copy.
+        kl: float64 by number: loss of the coarsest copy, in nats.
     """
 
     def __init__(self, forms: Sequence[Form], rates: Sequence[Rates]) -> None:
@@ -79,6 +80,7 @@ class Configurations:
         self.stored = np.zeros((count, self.tiers))
         self.source = np.full((count, 2), ABSENT, np.int64)
         self.progressive = np.zeros(count, np.bool_)
+        self.kl = np.zeros(count)
         numbers = np.arange(count)
         for slot, (radix, weight) in enumerate(zip(self._radix, self._weights, strict=True)):
             tier, family = divmod(slot, 2)
@@ -88,6 +90,7 @@ class Configurations:
                 index = place + family * len(self.families[PLAIN])
                 here = digit == place + 1
                 self.stored[here, tier] += 1 / form.ratio
+                self.kl[here] = np.maximum(self.kl[here], form.kl)
                 better = here & (copy_s[tier, index] < self.seconds)
                 self.seconds[better] = copy_s[tier, index]
                 self.source[better] = tier, index

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.reuse import Reuse
-from tierkv.policies.segments import NONE, SEGMENT_BLOCKS, Ids, Walk
+from tierkv.policies.segments import NONE, Ids, Walk
 from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ class EvicPress:
         rates: of each tier, nearest first.
         capacity: bytes of each tier.
         seed: of the sampling.
-        segment_blocks: a segment has at most so many.
+        reuse: what tells how soon a segment is used again; by default it is learnt.
     """
 
     name = "evicpress"
@@ -76,12 +76,12 @@ class EvicPress:
         rates: Sequence[Rates],
         capacity: Sequence[int],
         seed: int = 0,
-        segment_blocks: int = SEGMENT_BLOCKS,
+        reuse: Reuse | None = None,
     ) -> None:
         self.configurations = Configurations(forms, rates)
         self._only = self.configurations.stored.shape == (2, 1)
         """There is one way to keep a segment: what stays is all that is to be decided."""
-        self.reuse = Reuse(segment_blocks)
+        self.reuse = reuse or Reuse()
         self.segments = self.reuse.segments
         self.capacity = np.array(capacity, np.float64)
         self.used = np.zeros(len(rates))
@@ -108,7 +108,7 @@ class EvicPress:
                 self._pool(tier, split[stored > 0])
         return walk
 
-    def used_chain(
+    def used_chain(  # noqa: PLR0913 -- what a request is, in full
         self,
         now: float,
         walk: Walk,
@@ -118,6 +118,9 @@ class EvicPress:
         nbytes: Floats,
         density: Floats,
         loaded: int,
+        *,
+        closed: bool = False,
+        most_kl: float = np.inf,
     ) -> None:
         """A request has used a chain: learn from it, store what pays and make room.
 
@@ -130,8 +133,13 @@ class EvicPress:
             nbytes: raw bytes of each block.
             density: seconds of prefill for a raw byte of each block.
             loaded: segments of the walk that were loaded; the rest was computed.
+            closed: nobody will go on with the chain, as far as the caller knows.
+            most_kl: loss in nats that no copy made of it from now on may pass.
         """
         rows = self.reuse.use(now, walk, ids, tokens, full, nbytes, density)
+        if closed:
+            self.reuse.end(self.reuse.newest, now)
+        self.segments.most_kl[rows] = np.minimum(self.segments.most_kl[rows], most_kl)
         computed = np.arange(len(rows)) >= loaded
         self._store(now, rows, computed)
         for tier in range(len(self.price)):
@@ -169,7 +177,18 @@ class EvicPress:
     def _gain(self, now: float, rows: Numbers, current: Numbers, choices: Numbers) -> Floats:
         """Return what each choice earns more than the current configuration, a second."""
         rate, density = self.rate(rows, now), self.segments.density[rows]
-        return gains(self.configurations, self.price, rate, density, current, choices)
+        gain = gains(self.configurations, self.price, rate, density, current, choices)
+        gain[self._too_coarse(rows, current, choices)] = -np.inf
+        return gain
+
+    def _too_coarse(
+        self, rows: Numbers, current: Numbers, choices: Numbers
+    ) -> npt.NDArray[np.bool_]:
+        """Return which choices have a copy that the segment may not; what is there stays."""
+        most = self.segments.most_kl[rows][:, None]
+        coarse = self.configurations.kl[choices] > most
+        stays: npt.NDArray[np.bool_] = choices == current[:, None]
+        return coarse & ~stays
 
     def _reclaim(self, now: float, tier: int) -> None:
         rest = self.used[tier] <= self.capacity[tier]
@@ -244,7 +263,7 @@ class EvicPress:
         barred = (steps == 0) & (segments.children[rows] > 0)[:, None]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
-        loss[barred] = np.inf
+        loss[barred | self._too_coarse(rows, current, steps)] = np.inf
         least = loss.argmin(axis=1)
         every = np.arange(len(rows))
         return steps[every, least], loss[every, least], freed[every, least] * segments.nbytes[rows]

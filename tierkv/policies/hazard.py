@@ -41,6 +41,8 @@ class Hazard:
         self.start = np.zeros(1024)
         self.category = np.zeros(1024, np.int64)
         self.open = np.zeros(1024, np.bool_)
+        self.until = np.full(1024, np.inf)
+        """When nobody goes on with a context any more, as far as somebody told."""
         self.count = 0
         self.refit(0.0)
 
@@ -50,6 +52,7 @@ class Hazard:
             self.start = np.append(self.start, np.zeros_like(self.start))
             self.category = np.append(self.category, np.zeros_like(self.category))
             self.open = np.append(self.open, np.zeros_like(self.open))
+            self.until = np.append(self.until, np.full_like(self.until, np.inf))
         self.start[context], self.category[context] = now, category
         self.open[context] = True
         self.count = max(self.count, context + 1)
@@ -80,7 +83,9 @@ class Hazard:
 
     def _open_at_risk(self, now: float) -> Floats:
         alive = np.nonzero(self.open[: self.count])[0]
-        ages, category = now - self.start[alive], self.category[alive]
+        # Of what was told dead nobody need find out: it says nothing of what was not.
+        ages = np.minimum(now, self.until[alive]) - self.start[alive]
+        ages, category = np.maximum(ages, 0.0), self.category[alive]
         last = np.searchsorted(self._edges, ages, side="right") - 1
         reach, beyond = np.zeros_like(self._at_risk), np.zeros_like(self._at_risk)
         np.add.at(reach, (category, last), 1.0)
@@ -101,7 +106,7 @@ class Hazard:
         """Return uses per second of contexts (n,) at `now`, as of the last refit."""
         age = np.searchsorted(self._edges, now - self.start[contexts], side="right") - 1
         rates: Floats = self.table[self.category[contexts], age]
-        return rates
+        return np.where(self.until[contexts] > now, rates, 0.0)
 
     def keep(self, contexts: Numbers, now: float) -> None:
         """Forget all other contexts; those kept get the numbers of their places.
@@ -115,6 +120,7 @@ class Hazard:
         self._at_risk += self._open_at_risk(now)
         for name, values in ("start", self.start), ("category", self.category), ("open", kept):
             setattr(self, name, np.append(values[contexts], np.zeros_like(values)[:1024]))
+        self.until = np.append(self.until[contexts], np.full(1024, np.inf))
         self.count = len(contexts)
 
     def at(self, category: int, age_s: float) -> float:

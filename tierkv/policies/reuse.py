@@ -35,8 +35,6 @@ class Reuse:
         self._length: list[int] = []
         self._forgotten = 0
         """Contexts that have no number any more."""
-        self._until = np.full(1024, np.inf)
-        """By context: when it ends, as far as a hint tells."""
         self._refit_at = REFIT_FIRST
 
     def use(
@@ -88,7 +86,7 @@ class Reuse:
 
     def end(self, context: int, at: float) -> None:
         """Nobody will go on with a context from `at` seconds on, which a later use may change."""
-        self._until[context] = at
+        self.hazard.until[context] = at
 
     def keep(self, rows: Numbers, now: float) -> Numbers:
         """Forget all other segments; returns the old numbers of blocks by their new ones.
@@ -100,7 +98,6 @@ class Reuse:
         self._forgotten += len(self._turn) - len(contexts)
         self._turn = [self._turn[one] for one in contexts.tolist()]
         self._length = [self._length[one] for one in contexts.tolist()]
-        self._until = np.append(self._until[contexts], np.full(1024, np.inf))
         return blocks
 
     @property
@@ -119,7 +116,7 @@ class Reuse:
         segments, hazard, turn = self.segments, self.hazard, 0
         if len(walk.rows):
             before = int(segments.context[walk.rows[-1]])
-            apart = bool(2 * walk.blocks < self._length[before] or self._until[before] <= now)
+            apart = bool(2 * walk.blocks < self._length[before] or hazard.until[before] <= now)
             foreign = walk.rows[(segments.context[walk.rows] != before) | apart]
             faded = np.exp((segments.foreign_at[foreign] - now) / FOREIGN_S)
             segments.foreign[foreign] = segments.foreign[foreign] * faded + 1
@@ -132,8 +129,6 @@ class Reuse:
                     hazard.begin(before, LEFT + int(not apart), now)
         self._turn.append(turn)
         self._length.append(full)
-        if context >= len(self._until):
-            self._until = np.append(self._until, np.full_like(self._until, np.inf))
         length = int(np.searchsorted(LENGTHS, tokens, side="right"))
         hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
 
@@ -142,7 +137,6 @@ class Reuse:
         segments = self.segments
         own = self.hazard.rate(segments.context[rows], now)
         own = np.where(segments.partial[rows], own * PARTIAL, own)
-        own = np.where(self._until[segments.context[rows]] > now, own, 0.0)
         faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
         return own + segments.foreign[rows] * faded / FOREIGN_S
 

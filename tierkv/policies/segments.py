@@ -34,6 +34,7 @@ COLUMNS = {
     "foreign": np.float64,
     "foreign_at": np.float64,
     "pinned": np.float64,
+    "most_kl": np.float64,
 }
 
 
@@ -55,6 +56,7 @@ class Segments:
         context: the request that used it last.
         children: segments behind it that have a copy.
         pinned: until when somebody wants it given up last.
+        most_kl: loss that no copy of it may pass, in nats.
         foreign: uses by requests that did not go on with its context, decayed since `foreign_at`.
     """
 
@@ -71,6 +73,7 @@ class Segments:
     foreign: npt.NDArray[np.float64]
     foreign_at: npt.NDArray[np.float64]
     pinned: npt.NDArray[np.float64]
+    most_kl: npt.NDArray[np.float64]
 
     def __init__(self, most_blocks: int = SEGMENT_BLOCKS) -> None:
         self.count = 0
@@ -138,6 +141,7 @@ class Segments:
         worth = np.add.reduceat(nbytes * density, starts)
         self.density[rows] = worth / self.nbytes[rows]
         self.partial[rows] = starts >= full
+        self.most_kl[rows] = np.inf
         self._of_block[ids[at:]] = np.repeat(rows, ends - starts)
         return rows
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tierkv.policies.configurations import Form
 from tierkv.policies.evicpress import EvicPress
+from tierkv.policies.reuse import Reuse
 from tierkv.simulation.scenario import Scenario
 from tierkv.simulation.stack import Stack
 
@@ -22,7 +23,8 @@ Numbers = npt.NDArray[np.int64]
 class Prompt(NamedTuple):
     """A request: its blocks by number (int32), tokens, and raw bytes and worth of each block.
 
-    `full` counts the full blocks, `density` is seconds of prefill for a raw byte.
+    `full` counts the full blocks, `density` is seconds of prefill for a raw byte. `closed`: the
+    client has said that nobody goes on with it. `most_kl` is the loss that it bears, in nats.
     """
 
     now: float
@@ -31,6 +33,8 @@ class Prompt(NamedTuple):
     full: int
     nbytes: Floats
     density: Floats
+    closed: bool = False
+    most_kl: float = np.inf
 
 
 class Pieces(NamedTuple):
@@ -102,11 +106,14 @@ class Lru:
 class Joint:
     """The joint policy."""
 
-    def __init__(self, scenario: Scenario, fidelity: str, seed: int) -> None:
+    def __init__(
+        self, scenario: Scenario, fidelity: str, seed: int, reuse: Reuse | None = None
+    ) -> None:
         self._policy = EvicPress(
-            scenario.forms(fidelity), scenario.rates, scenario.capacity, seed=seed
+            scenario.forms(fidelity), scenario.rates, scenario.capacity, seed, reuse
         )
         self.forms = self._policy.configurations.forms
+        self._kl = np.array([form.kl for form in self.forms])
 
     def find(self, prompt: Prompt) -> Pieces:
         """See `Contest`."""
@@ -117,6 +124,10 @@ class Joint:
         if (configuration == 0).any():
             rows = rows[: int((configuration == 0).argmax())]
         source = known.source[segments.configuration[rows]]
+        borne = self._kl[source[:, 1]] <= prompt.most_kl
+        if not borne.all():
+            rows = rows[: int(borne.argmin())]
+            source = source[: len(rows)]
         return Pieces(segments.blocks[rows], segments.nbytes[rows], source[:, 0], source[:, 1])
 
     def use(self, prompt: Prompt, loaded: int) -> None:
@@ -130,6 +141,8 @@ class Joint:
             prompt.nbytes,
             prompt.density,
             loaded,
+            closed=prompt.closed,
+            most_kl=prompt.most_kl,
         )
 
     def account(self) -> Account:

@@ -14,6 +14,7 @@ from tierkv.cost import Rates
 from tierkv.errors import invalid
 from tierkv.policies.configurations import Form
 from tierkv.policies.evicpress import EvicPress
+from tierkv.policies.reuse import Reuse
 from tierkv.policies.segments import SEGMENT_BLOCKS
 from tierkv.simulation import blocks
 from tierkv.simulation.blocks import PROGRESS_EVERY, Counts, Progress
@@ -46,7 +47,7 @@ def count_blocks(
     if capacity < 1:
         raise invalid(f"a cache has at least one block, not {capacity}")
     most = max(1, min(SEGMENT_BLOCKS, capacity // _SHARE))
-    joint = EvicPress([_RAW], [_FREE], [capacity], segment_blocks=most)
+    joint = EvicPress([_RAW], [_FREE], [capacity], reuse=Reuse(most))
     start = time.process_time()
     bounds = accesses.starts.tolist()
     requests, hits = len(bounds) - 1, 0

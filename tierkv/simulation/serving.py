@@ -20,6 +20,7 @@ from tierkv.cost import Floats, Recompute, best_prefix
 from tierkv.errors import invalid
 from tierkv.simulation.cascade import MAKES, Cascade
 from tierkv.simulation.contests import Contest, Joint, Lru, Pieces, Prompt
+from tierkv.simulation.foresight import Clairvoyant, Clients
 from tierkv.simulation.scenario import Scenario
 from tierkv.simulation.traces import Trace, load
 
@@ -28,6 +29,8 @@ Progress = Callable[[int, int], None]
 PROGRESS_EVERY = 256
 DAY_S = 86400.0
 COMPUTED = "computed"
+CLAIRVOYANT = "clairvoyant"
+JOINT = ("evicpress", CLAIRVOYANT)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class Workload(NamedTuple):
     ids: list[Ids]
     distinct: int
     block_tokens: int
+    clients: Clients = Clients()
 
 
 def read_workload(trace: Trace) -> Workload:
@@ -81,25 +85,36 @@ def read_workload(trace: Trace) -> Workload:
     return Workload(times_s, tokens, np.split(ids, starts[1:-1]), distinct, block_tokens)
 
 
-def contest(scenario: Scenario, policy: str, fidelity: str, distinct: int, seed: int) -> Contest:
-    """Return a policy by name: `evicpress`, or `lru` with raw copies, or `lru@PROFILE`.
-
-    The policies that `lru` is compared with are named and given a profile alike.
-    """
-    if policy == "evicpress":
-        return Joint(scenario, fidelity, seed)
+def check_policy(scenario: Scenario, policy: str, fidelity: str) -> None:
+    """Raise TierKVError (invalid), naming those that can be, unless a scenario can run a policy."""
     name, _, profile = policy.partition("@")
-    forms = {form.name: form for form in scenario.forms(fidelity)}
-    if name not in {"lru", *MAKES} or (profile or "raw") not in forms:
-        choices = ", ".join(["evicpress", "lru", *(f"lru@{form}" for form in forms), *MAKES])
+    forms = [form.name for form in scenario.forms(fidelity)]
+    if policy not in JOINT and (name not in {"lru", *MAKES} or (profile or "raw") not in forms):
+        choices = ", ".join([*JOINT, "lru", *(f"lru@{form}" for form in forms), *MAKES])
         raise invalid(
             f"policy {policy!r} is not one that a scenario can run at class {fidelity}:"
             f" use one of {choices}"
         )
-    form = forms[profile or "raw"]
+
+
+def contest(
+    scenario: Scenario, policy: str, fidelity: str, workload: Workload, seed: int
+) -> Contest:
+    """Return a policy by name: `evicpress`, or `lru` with raw copies, or `lru@PROFILE`.
+
+    The policies that `lru` is compared with are named and given a profile alike; `clairvoyant` is
+    `evicpress` that knows the workload. Raises: see `check_policy`.
+    """
+    check_policy(scenario, policy, fidelity)
+    if policy == CLAIRVOYANT:
+        return Joint(scenario, fidelity, seed, Clairvoyant(workload.ids, workload.times_s))
+    if policy in JOINT:
+        return Joint(scenario, fidelity, seed)
+    name, _, profile = policy.partition("@")
+    form = next(one for one in scenario.forms(fidelity) if one.name == (profile or "raw"))
     if name in MAKES:
-        return Cascade(scenario, distinct, form, MAKES[name])
-    return Lru(scenario, distinct, form)
+        return Cascade(scenario, workload.distinct, form, MAKES[name])
+    return Lru(scenario, workload.distinct, form)
 
 
 class _Tally:
@@ -108,10 +123,12 @@ class _Tally:
     def __init__(self, tiers: int, forms: int) -> None:
         self.loaded = np.zeros((tiers, forms))
         self.tokens = self.accesses = self.stored = self.blocks = 0
-        self.decode_s = self.saved_s = 0.0
+        self.decode_s = self.saved_s = self.loss = 0.0
 
-    def add(self, prompt: Prompt, pieces: Pieces, taken: int, decode_s: Floats) -> None:
+    def add(self, prompt: Prompt, pieces: Pieces, taken: int, decode_s: Floats, kl: Floats) -> None:
+        """Count a request that loaded so many pieces; `kl` of each form to its session."""
         np.add.at(self.loaded, (pieces.tier[:taken], pieces.form[:taken]), pieces.nbytes[:taken])
+        self.loss += float((pieces.nbytes * kl[pieces.form])[:taken].sum())
         self.decode_s += float((pieces.nbytes * decode_s[pieces.form])[:taken].sum())
         self.stored += int(pieces.blocks.sum())
         self.blocks += int(pieces.blocks[:taken].sum())
@@ -136,6 +153,7 @@ def serve(
         ]
     )
     decode_s = np.array([1 / form.decode_bps for form in chosen.forms])
+    kl = np.array([form.kl for form in chosen.forms])
     tally = _Tally(len(rates), len(chosen.forms))
     ttft, deciding = np.zeros(len(workload.ids)), 0.0
     for number in range(len(workload.ids)):
@@ -149,7 +167,8 @@ def serve(
         deciding += time.process_time() - began
         ttft[number] = best.load_s + best.recompute_s
         tally.saved_s += recompute.seconds(prompt.tokens, 0) - best.recompute_s
-        tally.add(prompt, pieces, best.pieces, decode_s)
+        borne = kl * workload.clients.sensitivity_of(number)
+        tally.add(prompt, pieces, best.pieces, decode_s, borne)
         if progress and number % PROGRESS_EVERY == 0:
             progress(number, len(workload.ids))
     return _result(workload, scenario, fidelity, chosen, tally, ttft, engines, deciding)
@@ -169,6 +188,8 @@ def _prompt(workload: Workload, number: int, scenario: Scenario) -> Prompt:
         tokens // size,
         held * float(per_token),
         worth / per_token,
+        workload.clients.closes(number),
+        workload.clients.most_kl / workload.clients.sensitivity_of(number),
     )
 
 
@@ -215,7 +236,8 @@ def _result(
     names = [tier.name for tier in scenario.tier]
     written = dict(zip(names, account.written, strict=True))
     days = max(float(workload.times_s[-1] - workload.times_s[0]), 1.0) / DAY_S
-    shares = tally.loaded / (tally.tokens * scenario.model.bytes_per_token)
+    every = tally.tokens * scenario.model.bytes_per_token
+    shares = tally.loaded / every
     by_form = shares.sum(axis=0)
     classes = {spec.name: spec.fidelity for spec in scenario.allowed(fidelity)}
     by_class = {COMPUTED: 1 - float(by_form.sum())}
@@ -238,7 +260,7 @@ def _result(
         by_class=by_class,
         written_bytes=written,
         written_bytes_per_day={name: nbytes / days for name, nbytes in written.items()},
-        quality_loss_mean=float(by_form @ [form.kl for form in chosen.forms]),
+        quality_loss_mean=tally.loss / every,
         moved=account.moved,
         encode_gpu_s=account.encoded / min(encode_bps),
         decode_gpu_s=tally.decode_s,
