@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tierkv import calls, explain
+from tierkv import calls, explain, heap
 from tierkv.answers import Answers
 from tierkv.catalog import LEAVING, READY, WRITING
 from tierkv.clock import Clock
@@ -34,7 +34,7 @@ from tierkv.part import PACKED_BYTES
 from tierkv.policies.choice import resolve
 from tierkv.puts import Puts
 from tierkv.record import Recorder
-from tierkv.recovery import recover, trim
+from tierkv.recovery import recover
 from tierkv.report import report
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stages import Stages
@@ -83,7 +83,7 @@ class TierKV:
         for low, there in zip(self._store.lower, known, strict=True):
             self._store.persist(low, there)
             recover(self._store, low)
-        trim()
+        heap.trim()
         self._store.executor.submit("touch", self._touch)
 
     @classmethod

@@ -1,6 +1,5 @@
 """Recovery: taking in what a tier found at start."""
 
-import ctypes
 from array import array
 
 import numpy as np
@@ -66,10 +65,3 @@ def _adopt(
         number = catalog.part_number(Part(*part))
         every[mine] = catalog.adopt(low.number, number, some["key"].tobytes(), columns)
     return every
-
-
-def trim() -> None:
-    """Give back what reading an index took: glibc keeps it, some 90 bytes for each placement."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
