@@ -3,6 +3,7 @@
     python -m bench.joint --traces FOLDER                      # every row; some take minutes
     python -m bench.joint --traces FOLDER --only agentic small --json
     python -m bench.joint --traces FOLDER --sweep              # sizes of host RAM and NVMe instead
+    python -m bench.joint --traces FOLDER --sweep --kept FILE  # goes on where a run ended; hours
     python -m bench.joint --traces FOLDER --aims               # hints, floors, a known future
 
 Gap closed is (LRU - ours) / (LRU - everything kept, loads free), in percent of mean time to first
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.joint_aims import Aimed, rows_of, show_aims
-from bench.joint_sweep import Cell, cells, show_cells
+from bench.joint_sweep import Cell, cells, read_cells, show_cells
 from bench.timing import machine
 from tierkv.simulation.scenario import read_scenario
 from tierkv.simulation.serving import Workload, contest, read_workload, serve
@@ -168,6 +169,9 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="traces, scenarios or classes")
     parser.add_argument("--sweep", action="store_true", help="over sizes of host RAM and NVMe")
+    parser.add_argument(
+        "--kept", type=Path, help="cells of a sweep, a line each, read and added to"
+    )
     parser.add_argument("--aims", action="store_true", help="with what more may be known")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -194,14 +198,18 @@ def measured(asked: argparse.Namespace) -> list[Row]:
 
 def sweep(asked: argparse.Namespace) -> list[Cell]:
     """The same over sizes; each cell is told on standard error when it is done."""
-    rows: list[Cell] = []
+    rows = read_cells(asked.kept)
     for trace in FILES:
         for fidelity in ("safe", "economy"):
             if not set(asked.only) <= {trace, fidelity}:
                 continue
-            for cell in cells(workload_of(asked.traces, trace), trace, fidelity):
+            known = {(row.host_gib, row.nvme_gib) for row in rows if row.of == (trace, fidelity)}
+            for cell in cells(workload_of(asked.traces, trace), trace, fidelity, known):
                 rows.append(cell)
                 print(msgspec.json.encode(cell).decode(), file=sys.stderr, flush=True)
+                if asked.kept:
+                    with asked.kept.open("ab") as file:
+                        file.write(msgspec.json.encode(cell) + b"\n")
     if not asked.json:
         show_cells(rows)
     return rows

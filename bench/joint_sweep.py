@@ -7,6 +7,7 @@ Redis; the best profile is found anew in each cell. Seconds are means to first t
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -33,6 +34,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     ours_s: float
     ahead: float
 
+    @property
+    def of(self) -> tuple[str, str]:
+        """Return its trace and class."""
+        return self.trace, self.fidelity
+
 
 def sized(host_gib: int, nvme_gib: int) -> Scenario:
     """Return the scenario with a host tier and a disk of these sizes."""
@@ -42,9 +48,20 @@ def sized(host_gib: int, nvme_gib: int) -> Scenario:
     return msgspec.structs.replace(scenario, tier=tiers)
 
 
-def cells(workload: Workload, trace: str, fidelity: str) -> Iterator[Cell]:
-    """Replay a workload over every size."""
+def read_cells(path: Path | None) -> list[Cell]:
+    """Return the cells that an earlier run has written, a line each."""
+    if path is None or not path.exists():
+        return []
+    return [msgspec.json.decode(line, type=Cell) for line in path.read_bytes().splitlines()]
+
+
+def cells(
+    workload: Workload, trace: str, fidelity: str, known: set[tuple[int, int]]
+) -> Iterator[Cell]:
+    """Replay a workload over every size of host and disk that is not known yet."""
     for host_gib, nvme_gib in product(HOST_GIB, NVME_GIB):
+        if (host_gib, nvme_gib) in known:
+            continue
         scenario = sized(host_gib, nvme_gib)
 
         def seconds(policy: str, scenario: Scenario = scenario) -> float:
