@@ -37,6 +37,28 @@ class Form(NamedTuple):
         return self.kl == 0.0
 
 
+class _Rows:
+    """A table with a row for each number that was asked for, worked out the first time."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self._place = np.full(count, ABSENT, np.int32)
+        self._table = np.empty((0, max(1, width)), np.int64)
+
+    def of(self, numbers: Numbers, work_out: Callable[[int], Iterator[int]]) -> Numbers:
+        """Return the rows of numbers: what is worked out for each, ABSENT behind it."""
+        places = self._place[numbers]
+        if (places == ABSENT).any():
+            for number in np.unique(numbers[places == ABSENT]).tolist():
+                row = np.full((1, self._table.shape[1]), ABSENT, np.int64)
+                found = list(work_out(number))
+                row[0, : len(found)] = found
+                self._place[number] = len(self._table)
+                self._table = np.concatenate([self._table, row])
+            places = self._place[numbers]
+        rows: Numbers = self._table[places]
+        return rows
+
+
 class Configurations:
     """Sets of copies over tiers, nearest first, in forms of two families, each from fine to coarse.
 
@@ -60,9 +82,7 @@ class Configurations:
         count = int(np.prod(self._radix))
         self._count = count
         self.measured(rates)
-        self._relief: list[list[Numbers | None]] = [[None] * count for _ in rates]
-        self._relief_width = max(1, self._most_relief())
-        self._store_width = max(1, self._most_stores())
+        self._relief = [_Rows(count, self._most_relief()) for _ in rates]
 
     def measured(self, rates: Sequence[Rates]) -> None:
         """Work out anew what loads cost, with other rates of the same tiers."""
@@ -73,7 +93,7 @@ class Configurations:
             ]
         ).reshape(self.tiers, -1)
         self._describe(self._count, copy_s)
-        self._stores: list[list[Numbers | None]] = [[None] * self._count for _ in range(2)]
+        self._stores = [_Rows(self._count, self._most_stores()) for _ in range(2)]
 
     def _describe(self, count: int, copy_s: npt.NDArray[np.float64]) -> None:
         self.seconds = np.full(count, np.inf)
@@ -120,7 +140,7 @@ class Configurations:
         A copy there is dropped, made coarser in place, or moved to a lower tier, as it is or
         coarser. Coarser is made by truncation, or of an exact copy.
         """
-        return self._rows(self._relief[tier], numbers, self._relief_width, self._relieved, tier)
+        return self._relief[tier].of(numbers, lambda number: self._relieved(tier, number))
 
     def stores(self, numbers: Numbers, *, at_hand: bool) -> Numbers:
         """Return what adds copies: (len(numbers), choices); the first is what is there already.
@@ -129,28 +149,7 @@ class Configurations:
         an exact one, which an engine that read it can encode. A segment gets a plain copy only
         beside a progressive one where that can be made: it is what remains when the plain one goes.
         """
-        known = self._stores[at_hand]
-        return self._rows(known, numbers, self._store_width, self._stored_more, int(at_hand))
-
-    def _rows(
-        self,
-        known: list[Numbers | None],
-        numbers: Numbers,
-        width: int,
-        work_out: Callable[[int, int], Iterator[int]],
-        argument: int,
-    ) -> Numbers:
-        distinct, inverse = np.unique(numbers, return_inverse=True)
-        table = np.empty((len(distinct), width), np.int64)
-        for place, number in enumerate(distinct.tolist()):
-            row = known[number]
-            if row is None:
-                row = np.full(width, ABSENT, np.int64)
-                found = list(work_out(argument, number))
-                row[: len(found)] = found
-                known[number] = row
-            table[place] = row
-        return table[inverse]
+        return self._stores[at_hand].of(numbers, lambda one: self._stored_more(int(at_hand), one))
 
     def _most_relief(self) -> int:
         return sum(

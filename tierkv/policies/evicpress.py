@@ -32,6 +32,7 @@ from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.reuse import Reuse
 from tierkv.policies.segments import NONE, Ids, Walk
+from tierkv.policies.views import RECENCY, Views
 from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
 
 Floats = npt.NDArray[np.float64]
@@ -79,10 +80,11 @@ class EvicPress:
         reuse: Reuse | None = None,
     ) -> None:
         self.configurations = Configurations(forms, rates)
-        self._only = self.configurations.stored.shape == (2, 1)
-        """There is one way to keep a segment: what stays is all that is to be decided."""
         self.reuse = reuse or Reuse()
         self.segments = self.reuse.segments
+        only = self.configurations.stored.shape == (2, 1)
+        self._views = Views(self.reuse, float(capacity[0])) if only else None
+        """Where there is one way to keep a segment, so that what stays is all there is to say."""
         self.capacity = np.array(capacity, np.float64)
         self.used = np.zeros(len(rates))
         self.written = np.zeros(len(rates))
@@ -136,6 +138,10 @@ class EvicPress:
             closed: nobody will go on with the chain, as far as the caller knows.
             most_kl: loss in nats that no copy made of it from now on may pass.
         """
+        views = self._views
+        if views is not None:
+            there = self._pools[0][: self._pooled[0]]
+            views.judge(now, walk.rows, loaded, float(nbytes.sum()), there, self._random)
         rows = self.reuse.use(now, walk, ids, tokens, full, nbytes, density)
         if closed:
             self.reuse.end(self.reuse.newest, now)
@@ -144,10 +150,15 @@ class EvicPress:
         self._store(now, rows, computed)
         for tier in range(len(self.price)):
             self._reclaim(now, tier)
-        if self._only and self._pooled[0] <= SAMPLED:
-            # All that is there is looked at, so nothing need be kept out.
+        if views is not None and (self._lately or self._pooled[0] <= SAMPLED):
+            # Nothing need be kept out where all that is there is looked at, or what is new stays.
             self.price[0] = 0.0
         self.reuse.refit(now)
+
+    @property
+    def _lately(self) -> bool:
+        """Whether what was used longest ago goes first, whatever it earns."""
+        return self._views is not None and self._views.deciding == RECENCY
 
     def rate(self, rows: Numbers, now: float) -> Floats:
         """Return expected uses per second of segments (n,)."""
@@ -167,6 +178,8 @@ class EvicPress:
         gap = best == 0
         if gap.any():
             best[int(gap.argmax()) :] = 0
+        if self._views is not None:
+            self._views.gave_up(rows[best == 0][::-1])
         changed = best != current
         self._change(rows[changed], best[changed])
         anew = known.progressive[best] & ~known.progressive[current]
@@ -203,6 +216,8 @@ class EvicPress:
             if not len(rows):
                 return
             steps, loss, freed = self._losses(now, tier, rows)
+            if self._lately:
+                loss[loss < np.inf] = 0.0
             # Of what loses the same, what was used longest ago.
             order = np.lexsort((self.segments.context[rows], loss))
             order = order[loss[order] < np.inf]
@@ -210,7 +225,7 @@ class EvicPress:
                 continue
             need = self.used[tier] - self.capacity[tier]
             enough = int(np.searchsorted(np.cumsum(freed[order]), need)) + 1
-            taken = min(enough, 1 if self._only else 1 + len(rows) // TAKEN)
+            taken = min(enough, 1 + len(rows) // TAKEN if self._views is None else 1)
             self._near[tier] = rows[order[taken : taken + NEAR]]
             order = order[:taken]
             worth = max(float(loss[order].mean()), 0.0)
@@ -315,7 +330,10 @@ class EvicPress:
         self.written += np.maximum(change, 0).sum(axis=0)
         segments.configuration[rows] = after
         segments.gained(rows[(before == 0) & (after != 0)])
-        segments.lost(rows[(before != 0) & (after == 0)])
+        lost = rows[(before != 0) & (after == 0)]
+        segments.lost(lost)
+        if self._views is not None:
+            self._views.gave_up(lost)
         for tier in range(len(self.price)):
             self._pool(tier, rows[known.stored[after, tier] > 0])
 

@@ -80,6 +80,7 @@ class Hazard:
             seconds = np.cumsum(reached * until[:, first:], axis=1)
             best[:, first] = np.max((1 - ahead) / seconds, axis=1)
         self.table = best
+        self._least = np.minimum.accumulate(best, axis=1)
 
     def _open_at_risk(self, now: float) -> Floats:
         alive = np.nonzero(self.open[: self.count])[0]
@@ -102,10 +103,14 @@ class Hazard:
             everyone[age] = before = uses / (seconds + 1 / (before * (FADE if age else 1.0)))
         return (self._uses + PRIOR) / (at_risk + PRIOR / everyone)
 
-    def rate(self, contexts: Numbers, now: float) -> Floats:
-        """Return uses per second of contexts (n,) at `now`, as of the last refit."""
+    def rate(self, contexts: Numbers, now: float, *, least: bool = False) -> Floats:
+        """Return uses per second of contexts (n,) at `now`, as of the last refit.
+
+        `least`: what it was least since their last use.
+        """
         age = np.searchsorted(self._edges, now - self.start[contexts], side="right") - 1
-        rates: Floats = self.table[self.category[contexts], age]
+        table = self._least if least else self.table
+        rates: Floats = table[self.category[contexts], age]
         return np.where(self.until[contexts] > now, rates, 0.0)
 
     def keep(self, contexts: Numbers, now: float) -> None:

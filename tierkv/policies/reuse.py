@@ -132,10 +132,10 @@ class Reuse:
         length = int(np.searchsorted(LENGTHS, tokens, side="right"))
         hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
 
-    def rate(self, rows: Numbers, now: float) -> Floats:
-        """Return expected uses per second of segments (n,)."""
+    def rate(self, rows: Numbers, now: float, *, least: bool = False) -> Floats:
+        """Return expected uses per second of segments (n,); see `Hazard.rate` for `least`."""
         segments = self.segments
-        own = self.hazard.rate(segments.context[rows], now)
+        own = self.hazard.rate(segments.context[rows], now, least=least)
         own = np.where(segments.partial[rows], own * PARTIAL, own)
         faded = np.exp((segments.foreign_at[rows] - now) / FOREIGN_S)
         return own + segments.foreign[rows] * faded / FOREIGN_S

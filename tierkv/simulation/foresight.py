@@ -145,8 +145,9 @@ class Clairvoyant(Reuse):
     def refit(self, now: float) -> None:
         """Do nothing: there is nothing to fit."""
 
-    def rate(self, rows: Numbers, now: float) -> Floats:
-        """See `Reuse`."""
+    def rate(self, rows: Numbers, now: float, *, least: bool = False) -> Floats:
+        """See `Reuse`: what is known is not less when it is far."""
+        del least
         segments = self.segments
         first, blocks = segments.first[rows], segments.blocks[rows]
         ends = np.cumsum(blocks)
