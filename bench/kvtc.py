@@ -156,13 +156,17 @@ def products(
     width = means[0].numel() // len(place.layers) * LAYERS_AT_ONCE
     for side, of_side in enumerate(rows):
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        others = found.rows[side].bfloat16()
-        forward += [(ready.basis, of_side.bfloat16().T), (ready.wide, of_side.T)]
-        values = torch.randn(ready.rank, len(others))
+        narrow = of_side.bfloat16()
+        others = narrow[torch.from_numpy(found.marks < ANCHOR)]
+        forward += [(ready.basis, narrow.T), (ready.wide, of_side.T)]
+        values = torch.randn(ready.rank, len(of_side))
         made = [(ready.synthesis, split(values, len(ready.wide)))]
         done = ready
         for grade in range(USUAL + 1, ANCHOR):
-            ready, some = artifact.ready(side, artifact.plan(level, grade)), found.grades >= grade
+            ready, some = (
+                artifact.ready(side, artifact.plan(level, grade)),
+                found.marks[found.marks < ANCHOR] >= grade,
+            )
             if some.any() and ready.rank > done.rank:
                 forward.append((ready.basis[done.rank :], others[torch.from_numpy(some)].T))
                 rest = ready.synthesis[:, done.synthesis.shape[1] :]

@@ -81,14 +81,13 @@ class Kvtc:
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
         found = coefficients_of(self.artifact_file, rows, self.levels - 1)
         groups = found.groups(self.artifact_file, self.levels - 1)
-        others = len(found.grades)
-        at = np.linspace(0, others - 1, min(GUARD_TOKENS, others)).astype(np.int64)
-        errors, lost = losses_of(self.artifact_file, found.rows[1], groups, self.levels, at)
-        self._watch(errors, found.grades[at])
+        others = np.flatnonzero(found.marks < ANCHOR)
+        few = min(GUARD_TOKENS, len(others))
+        at = others[np.linspace(0, len(others) - 1, few).astype(np.int64)]
+        errors, lost = losses_of(self.artifact_file, rows[1], groups, self.levels, at)
+        self._watch(errors, found.marks[at])
         anchors = torch.from_numpy(np.flatnonzero(found.marks == ANCHOR))
-        apart = self.artifact_file.anchors.encode(
-            (rows[0][anchors], rows[1][anchors]), self.artifact_file.anchor_inverse
-        )
+        apart = self.artifact_file.anchors.encode((rows[0][anchors], rows[1][anchors]))
         pieces = [
             self._segment(groups, lost[number], number, () if number else (apart,))
             for number in range(self.levels)
@@ -132,7 +131,7 @@ class Kvtc:
         anchors = self._anchors(streams[0][-1], int((marks == ANCHOR).sum()))
         anchors[1] -= drift
         sides = [
-            Restored(self.artifact_file, groups, side, level, marks, out.device) for side in (0, 1)
+            Restored(self.artifact_file, groups, side, level, tokens, out.device) for side in (0, 1)
         ]
         at, anchors = torch.from_numpy(np.flatnonzero(marks == ANCHOR)), anchors.to(out.device)
         means = self._means(out.device)
@@ -191,7 +190,7 @@ class Kvtc:
             ]
             coded.append(encode(parts, artifact.tables[side]))
         drifted = rounded(lost, artifact.header.drift_steps[number])
-        tables = drift_tables(artifact.drift[number])
+        tables = drift_tables(artifact, number)
         coded.append(encode([(drifted, drift_level(len(drifted)))], tables))
         coded += more
         heads = [HEAD.pack(words.size, escapes.size) for _, words, escapes in coded]
@@ -221,9 +220,12 @@ class Kvtc:
 
     def _drift(self, stream: Stream, level: int) -> torch.Tensor:
         """Return what the values of the block have on average lost. Raises: CodecError."""
-        first, step = self.artifact_file.drift[level], self.artifact_file.header.drift_steps[level]
-        indices = np.zeros((len(first), 1), np.int32)
-        _decode([(indices, drift_level(len(first)))], drift_tables(first), stream)
+        step, count = (
+            self.artifact_file.header.drift_steps[level],
+            self.artifact_file.drift.shape[1],
+        )
+        indices = np.zeros((count, 1), np.int32)
+        _decode([(indices, drift_level(count))], drift_tables(self.artifact_file, level), stream)
         return drift_features(indices, step, self.artifact_file.sides[1])
 
 

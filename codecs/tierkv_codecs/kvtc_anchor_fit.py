@@ -28,7 +28,7 @@ def fit_anchors(
     offset = train.mean(1)
     root = _components(train - offset[:, None], unweights)
     plain = Anchors(offset, root, *(torch.empty(0) for _ in range(4)))
-    found = plain.coefficients((rows[0], rows[1]), plain.inverse())
+    found = plain.coefficients((rows[0], rows[1]))
     shown = held if bool(held.any()) else torch.ones_like(held)
     step = float(found.square().mean().sqrt()) / 2 ** (SHIFTS // 2) + 1e-6
     for turn in range(TURNS):

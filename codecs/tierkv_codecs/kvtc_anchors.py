@@ -7,8 +7,9 @@ Nothing of them is cut off, so their error does not depend on what they hold, an
 them.
 """
 
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from tierkv_codecs.kvtc_stream import (
 )
 
 
-class Anchors(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Anchors:
     """How anchors of a part are coded, p features of each side: c = 2p components, keys first.
 
     offset: float32 [2, p], of their mean from that of all tokens. root: float32 [2, layers x heads,
@@ -44,21 +46,22 @@ class Anchors(NamedTuple):
     first: torch.Tensor
     refine: torch.Tensor
 
+    @functools.cached_property
     def inverse(self) -> torch.Tensor:
-        """Return the inverse of the root: from features to coefficients in steps."""
+        """The inverse of the root: from features to coefficients in steps."""
         found: torch.Tensor = torch.linalg.inv(self.root)
         return found
 
-    def encode(self, rows: tuple[torch.Tensor, torch.Tensor], inverse: torch.Tensor) -> Stream:
+    def encode(self, rows: tuple[torch.Tensor, torch.Tensor]) -> Stream:
         """Return the stream of rows [token, p] of both sides, centred on all tokens' means."""
-        whole = self.coefficients(rows, inverse).round_().clamp_(-MOST, MOST)
+        whole = self.coefficients(rows).round_().clamp_(-MOST, MOST)
         indices = np.ascontiguousarray(whole.to(torch.int16).numpy())
-        return encode([(indices, self._level())], self._tables())
+        return encode([(indices, self._level)], self._tables)
 
     def decode(self, stream: Stream, tokens: int) -> torch.Tensor:
         """Return float32 [2, token, p], the rows that a stream holds. Raises: StreamError."""
         indices = np.zeros((len(self.start), tokens), np.int32)
-        decode([(indices, self._level())], self._tables(), stream)
+        decode([(indices, self._level)], self._tables, stream)
         cells = Cells(np.zeros(len(self.start), np.int8), self.centres.numpy())
         values = np.empty(indices.shape, np.float32)
         restore(indices, np.arange(tokens), cells, values)
@@ -66,18 +69,18 @@ class Anchors(NamedTuple):
         rows = (self.root @ apart).flatten(1, 2).transpose(1, 2)
         return rows + self.offset[:, None]
 
-    def coefficients(
-        self, rows: tuple[torch.Tensor, torch.Tensor], inverse: torch.Tensor
-    ) -> torch.Tensor:
+    def coefficients(self, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return coefficients float32 [c, token], in steps."""
         centred = torch.stack([side.float().cpu() for side in rows]) - self.offset[:, None]
         apart = centred.transpose(1, 2).reshape(*self.root.shape[:3], centred.shape[1])
-        return (inverse @ apart).flatten(0, 2)
+        return (self.inverse @ apart).flatten(0, 2)
 
+    @functools.cached_property
     def _level(self) -> Level:
         none = np.full(len(self.start), NONE, np.int8)
         return Level(none, np.zeros(len(self.start), np.int8), self.start.numpy())
 
+    @functools.cached_property
     def _tables(self) -> Tables:
         first, refine = (
             part.contiguous().numpy().view(np.uint16) for part in (self.first, self.refine)

@@ -7,7 +7,7 @@ every frame that was made with it, and a frame is never read with another artifa
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,11 +221,6 @@ class Artifact:
         found: torch.Tensor = torch.linalg.inv(self.sides[1].root)
         return found
 
-    @functools.cached_property
-    def anchor_inverse(self) -> torch.Tensor:
-        """What `Anchors.encode` takes."""
-        return self.anchors.inverse()
-
     @functools.lru_cache(16)  # noqa: B019 - an artifact lives as long as its process
     def ready(self, side: int, plan: int) -> Ready:
         """Return a side as `plan` needs it."""
@@ -276,7 +271,8 @@ def pack(
         for name, side in zip(SIDES, sides, strict=True)
         for field, tensor in side._asdict().items()
     }
-    tensors |= {f"anchors.{field}": of.contiguous() for field, of in anchors._asdict().items()}
+    of_anchors = {one.name: getattr(anchors, one.name) for one in fields(anchors)}
+    tensors |= {f"anchors.{field}": of.contiguous() for field, of in of_anchors.items()}
     tensors |= {"v.drift": drift.contiguous(), "heed": heed.contiguous()}
     return save(tensors, {"tierkv.kvtc": msgspec.json.encode(header).decode()})
 
@@ -371,7 +367,7 @@ def _anchors(tensors: Mapping[str, torch.Tensor], header: ArtifactHeader) -> Anc
     """Return the anchors' part. Raises: ValueError where it is not of this header."""
     part = Part(*header.part)
     blocks = len(header.layers) * (part.head_stop - part.head_start)
-    found = {field: tensors[f"anchors.{field}"] for field in Anchors._fields}
+    found = {one.name: tensors[f"anchors.{one.name}"] for one in fields(Anchors)}
     return sound(found, blocks, header.layers[0].k_dim)
 
 

@@ -276,7 +276,7 @@ def _with_drift(
         )
         block = coefficients_of(artifact, (keys, values), levels - 1)
         groups = block.groups(artifact, levels - 1)
-        drifted = drift_of(artifact, block.rows[1], groups, levels)
+        drifted = drift_of(artifact, values, groups, levels)
         for into, one in zip(found, drifted, strict=True):
             into.append(one)
     weighted_drift = [torch.stack(into) for into in found]

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv_codecs.bits import Bytes, Floats, float_of, kernel, least, most, upper_bits
+from tierkv_codecs.bits import Bytes, Floats, float_of, inlined, kernel, least, most, upper_bits
 from tierkv_codecs.kvtc_stream import MOST, OFFSETS, SHIFTS, Shifts
 
 CENTRES = 3
@@ -56,6 +56,21 @@ def restore_finest(indices: NDArray[np.int16], columns: Columns, cells: Cells, o
     _restore(indices, columns, *cells, OFFSETS, True, out)  # noqa: FBT003
 
 
+def restore_split(
+    coarse: NDArray[np.signedinteger],
+    columns: Columns,
+    cells: Cells,
+    wide: int,
+    bits: NDArray[np.int16],
+) -> None:
+    """Fill some columns of `bits`, bfloat16 [2 wide + rank, all], with what indices stand for.
+
+    The first `wide` rows are what bfloat16 has lost of as many coefficients, then come these, then
+    all of them.
+    """
+    _restore_split(coarse, columns, *cells, wide, bits)
+
+
 def add_sums(indices: NDArray[np.int16], cells: Cells, sums: Doubles) -> None:
     """Add to `sums` [rank or more] what finest indices stand for by a plan, over all tokens."""
     _add_sums(indices, *cells, OFFSETS, sums)
@@ -71,6 +86,26 @@ def _indices(values: Floats, columns: Columns, found: NDArray[np.int16]) -> None
             to[j] = np.int16(np.rint(value))
 
 
+@inlined
+def _line(row: NDArray[np.signedinteger], shift: int, centres: Bytes, line: Floats) -> None:
+    """Fill in what the indices of a component stand for."""
+    if shift >= SHIFTS:
+        for j in range(len(line)):
+            line[j] = np.float32(0.0)
+        return
+    step, edge = np.float32(1 << shift), np.float32(OFFSETS[shift]) + np.float32(0.5)
+    first = np.float32(centres[0]) / np.float32(CENTRE_UNIT)
+    second = np.float32(centres[1]) / np.float32(CENTRE_UNIT)
+    more = np.float32(centres[2]) / np.float32(CENTRE_UNIT)
+    for j in range(len(line)):
+        cell = np.int32(row[j])
+        magnitude = np.int32(abs(cell))
+        centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
+        value = (np.float32(magnitude) + centre) * step - edge
+        value = value if magnitude > 0 else np.float32(0.0)
+        line[j] = value if cell > 0 else -value
+
+
 @kernel
 def _restore(
     indices: NDArray[np.signedinteger],
@@ -81,34 +116,43 @@ def _restore(
     finest: bool,  # noqa: FBT001
     out: Floats,
 ) -> None:
-    of = np.zeros(CENTRES, np.float32)
     cells, line = np.zeros(len(columns), np.int32), np.zeros(len(columns), np.float32)
     for c in range(len(out)):
-        row, to, shift = indices[c], out[c], np.int64(shifts[c])
-        if shift >= SHIFTS:
-            for j in range(len(columns)):
-                to[columns[j]] = np.float32(0.0)
-            continue
-        step, edge = np.float32(1 << shift), np.float32(offsets[shift]) + np.float32(0.5)
-        for kind in range(CENTRES):
-            of[kind] = np.float32(centres[c, kind]) / np.float32(CENTRE_UNIT)
-        first, second, more = of[0], of[1], of[2]
-        if finest:
+        row, to, shift = indices[c], out[c], int(shifts[c])
+        if finest and shift < SHIFTS:
             for j in range(len(columns)):
                 magnitude = (abs(np.int64(row[j])) + offsets[shift]) >> shift
                 cells[j] = magnitude if row[j] > 0 else -magnitude
         else:
             for j in range(len(columns)):
                 cells[j] = row[j]
-        for j in range(len(columns)):
-            cell = cells[j]
-            magnitude = np.int32(abs(cell))
-            centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
-            value = (np.float32(magnitude) + centre) * step - edge
-            value = value if magnitude > 0 else np.float32(0.0)
-            line[j] = value if cell > 0 else -value
+        _line(cells, shift, centres[c], line)
         for j in range(len(columns)):
             to[columns[j]] = line[j]
+
+
+@kernel
+def _restore_split(
+    indices: NDArray[np.signedinteger],
+    columns: Columns,
+    shifts: Shifts,
+    centres: Bytes,
+    wide: int,
+    bits: NDArray[np.int16],
+) -> None:
+    line, narrow = np.zeros(len(columns), np.float32), np.zeros(len(columns), np.int16)
+    for c in range(len(indices)):
+        _line(indices[c], int(shifts[c]), centres[c], line)
+        for j in range(len(columns)):
+            narrow[j] = np.int16(upper_bits(line[j], 16))
+        to = bits[2 * wide + c]
+        for j in range(len(columns)):
+            to[columns[j]] = narrow[j]
+        if c < wide:
+            lost, first = bits[c], bits[wide + c]
+            for j in range(len(columns)):
+                rest = line[j] - float_of(np.int32(narrow[j]) << 16)
+                lost[columns[j]], first[columns[j]] = upper_bits(rest, 16), narrow[j]
 
 
 @kernel
@@ -150,3 +194,19 @@ def add_columns(bits: NDArray[np.int16], more: NDArray[np.int16], columns: Colum
             one = float_of(np.int32(row[columns[j]]) << 16)
             two = float_of(np.int32(other[j]) << 16)
             row[columns[j]] = upper_bits(one + two, 16)
+
+
+def mean_row(rows: Floats, tokens: Columns) -> Floats:
+    """Return the mean [features] of some of the rows, added up one after the other."""
+    found = np.zeros(rows.shape[1], np.float32)
+    _add_rows(rows, tokens, found)
+    found /= np.float32(len(tokens))
+    return found
+
+
+@kernel
+def _add_rows(rows: Floats, tokens: Columns, sums: Floats) -> None:
+    for j in range(len(tokens)):
+        row = rows[tokens[j]]
+        for i in range(len(sums)):
+            sums[i] += row[i]

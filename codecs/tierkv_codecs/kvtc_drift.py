@@ -6,16 +6,21 @@ what a level loses of the values is worth bits of its own: about one for each fe
 It is rounded in the weighted form of the features. (For keys it was measured to gain nothing.)
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierkv_codecs.bits import Floats
 from tierkv_codecs.kvtc_artifact import Artifact, Side
-from tierkv_codecs.kvtc_cells import add_sums
+from tierkv_codecs.kvtc_cells import add_sums, mean_row
 from tierkv_codecs.kvtc_grades import Group, features_of, sampled
 from tierkv_codecs.kvtc_stream import MOST, NONE, SHIFTS, Level, Tables
+
+COLUMNS = 32
+"""A product of so many columns takes less time than one of 17."""
 
 
 def drift_of(
@@ -26,11 +31,10 @@ def drift_of(
     Args:
         artifact: that the block is coded with.
         values: centred rows [token, features].
-        groups: of the block, as finest indices.
+        groups: of the block, as finest indices; what is in none of them is not looked at.
         levels: how many.
     """
-    (means,) = _remade(artifact, [_means(artifact, groups, levels)], values.device)
-    return _drift(artifact, values, means)
+    return losses_of(artifact, values, groups, levels, np.empty(0, np.int64))[1]
 
 
 def losses_of(
@@ -45,50 +49,39 @@ def losses_of(
     The errors are those at the last of the levels; drift is that of `drift_of`. One product serves
     both: it takes as long as it takes to read its matrix.
     """
-    if not len(tokens):
+    if not groups:
         return np.zeros(0), torch.zeros(levels, values.shape[1])
-    some = sampled(artifact, groups, 1, levels - 1, tokens)
-    columns = [some, _means(artifact, groups, levels)]
-    found, means = _remade(artifact, columns, values.device)
-    lost = _weighted(artifact, values[torch.from_numpy(tokens)].T - found)
-    return lost.double().square().sum(0).numpy(), _drift(artifact, values, means)
+    some, behind = len(tokens), len(tokens) + levels
+    plan = artifact.plan(levels - 1, max(group.grade for group in groups))
+    columns = -(-behind // COLUMNS) * COLUMNS
+    known = np.zeros((artifact.ready(1, plan).rank, columns), np.float32)
+    sampled(artifact, groups, 1, levels - 1, tokens, known)
+    _means(artifact, groups, levels, known[:, some:behind])
+    exact = torch.zeros(values.shape[1], columns)
+    exact[:, :some] = values[torch.from_numpy(tokens)].T
+    own = np.concatenate([group.tokens for group in groups])
+    exact[:, some:behind] = torch.from_numpy(mean_row(values.cpu().numpy(), own))[:, None]
+    remade = features_of(artifact, 1, torch.from_numpy(known), values.device)
+    lost = _weighted(artifact, exact - remade.cpu())
+    return lost[:, :some].double().square().sum(0).numpy(), lost[:, some:behind].T
 
 
-def _means(artifact: Artifact, groups: Sequence[Group[np.int16]], levels: int) -> torch.Tensor:
-    """Return the mean coefficients of values that a reader of each level has [rank, levels]."""
-    finest = max((group.grade for group in groups), default=0)
-    sums = np.zeros((levels, artifact.ready(1, artifact.plan(levels - 1, finest)).rank))
+def _means(
+    artifact: Artifact, groups: Sequence[Group[np.int16]], levels: int, into: Floats
+) -> None:
+    """Fill in the mean coefficients of values that a reader of each level has [rank, levels]."""
+    sums = np.zeros((levels, len(into)))
     for group in groups:
         for number in range(levels):
             plan = artifact.plan(number, group.grade)
             add_sums(group.sides[1], artifact.cells(1, plan), sums[number])
-    tokens = sum(len(group.tokens) for group in groups)
-    return torch.from_numpy(sums.T / max(tokens, 1)).float()
-
-
-def _remade(
-    artifact: Artifact, columns: Sequence[torch.Tensor], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Return what columns of values' coefficients are, each float32 [features, columns]."""
-    whole = torch.zeros(max(map(len, columns)), sum(of.shape[1] for of in columns))
-    start = 0
-    for of in columns:
-        whole[: len(of), start : start + of.shape[1]] = of
-        start += of.shape[1]
-    found = features_of(artifact, 1, whole, device)
-    return torch.split(found, [of.shape[1] for of in columns], 1)
-
-
-def _drift(artifact: Artifact, values: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-    if not len(values):
-        return torch.zeros(means.shape[1], values.shape[1])
-    return _weighted(artifact, values.mean(0)[:, None] - means).T
+    into[:] = sums.T / sum(len(group.tokens) for group in groups)
 
 
 def _weighted(artifact: Artifact, features: torch.Tensor) -> torch.Tensor:
     """Return values [features, columns] in the metric of their basis, in steps."""
     inverse = artifact.inverse
-    return torch.bmm(inverse, features.cpu().view(*inverse.shape[:2], -1)).flatten(0, 1)
+    return torch.bmm(inverse, features.view(*inverse.shape[:2], -1)).flatten(0, 1)
 
 
 def rounded(weighted: torch.Tensor, step: float) -> NDArray[np.int16]:
@@ -111,8 +104,10 @@ def level(count: int) -> Level:
     return Level(np.full(count, NONE, np.int8), np.zeros(count, np.int8), np.zeros(count, np.int8))
 
 
-def tables(first: torch.Tensor) -> Tables:
-    """Return tables of probabilities int16 [features, FIRST_SYMBOLS]; nothing is refined."""
+@functools.lru_cache(64)
+def tables(artifact: Artifact, level: int) -> Tables:
+    """Return the probabilities of the drift at a level; nothing is refined."""
+    first = artifact.drift[level]
     return Tables(
         first.contiguous().numpy().view(np.uint16), np.ones((len(first), SHIFTS, 4), np.uint16)
     )

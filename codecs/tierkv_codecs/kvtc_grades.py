@@ -3,9 +3,8 @@
 A few tokens of a text draw most of the attention of what follows (secondary sinks: now and then a
 " the", a line break), and an error in them costs a hundred times what it costs elsewhere. The
 calibration learned to tell them by their leading coefficients. Tokens of a higher grade take a plan
-beyond that of a lower one, at every level, and anchors are coded apart (`kvtc_anchors`): here, the
-tokens of a block are the others, numbered without them. Grades are written, so a reader need not
-guess.
+beyond that of a lower one, at every level, and anchors are coded apart (`kvtc_anchors`). Grades are
+written, so a reader need not guess.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from tierkv_codecs.bits import Floats
 from tierkv_codecs.codec import Unsuited
 from tierkv_codecs.kvtc_artifact import ANCHOR, FINER, USUAL, Artifact, project
-from tierkv_codecs.kvtc_cells import Columns, add_columns, indices_of, restore, restore_finest
+from tierkv_codecs.kvtc_cells import Columns, add_columns, indices_of, restore_finest, restore_split
 from tierkv_codecs.tensors import bits_of
 
 GRADES_PER_BYTE = 4
@@ -26,7 +25,7 @@ N = TypeVar("N", bound=np.signedinteger[Any])
 
 
 class Group(NamedTuple, Generic[N]):
-    """The tokens of one grade: where they are among the others, and both sides' [rank, tokens].
+    """The tokens of one grade: where they are in the block, and both sides' [rank, tokens].
 
     While encoding int16, the finest indices; while decoding int32, as far as they are known.
     """
@@ -39,14 +38,12 @@ class Group(NamedTuple, Generic[N]):
 class Coefficients(NamedTuple):
     """A block in steps, as finely as each token needs it at a level.
 
-    marks: uint8, the grades of all tokens. rows: of both sides, without the anchors'. grades: uint8
-    [tokens]. usual: float32 [rank, tokens] of both sides, for the tokens up to the usual grade.
-    finest: of the tokens `fine`, that have a higher grade, up to their own ranks.
+    marks: uint8 [tokens], their grades. usual: float32 [rank, tokens] of both sides, for the tokens
+    up to the usual grade. finest: of the tokens `fine`, that have a higher one and are no anchors,
+    up to their own ranks.
     """
 
     marks: NDArray[np.uint8]
-    rows: tuple[torch.Tensor, torch.Tensor]
-    grades: NDArray[np.uint8]
     usual: tuple[Floats, ...]
     fine: NDArray[np.int64]
     finest: tuple[Floats, ...]
@@ -60,8 +57,8 @@ class Coefficients(NamedTuple):
     def groups(self, artifact: Artifact, level: int) -> list[Group[np.int16]]:
         """Return the block as indices, by grades."""
         found = []
-        for grade in np.unique(self.grades):
-            tokens, plan = np.flatnonzero(self.grades == grade), artifact.plan(level, int(grade))
+        for grade in np.unique(self.marks[self.marks < ANCHOR]):
+            tokens, plan = np.flatnonzero(self.marks == grade), artifact.plan(level, int(grade))
             values, columns = self.of(int(grade), tokens)
             keys, rest = (
                 indices_of(of_side, columns, artifact.ready(side, plan).rank)
@@ -86,18 +83,21 @@ def coefficients_of(
     if not all(bool(side[0].isfinite().all()) for side in usual):
         raise Unsuited("it has values that are not finite")
     count = artifact.heed.shape[1]
-    grades = artifact.grades((usual[0][:count], usual[1][:count]))
-    marks, plain = grades, [side.cpu().numpy() for side in usual]
-    if (marks == ANCHOR).any():
-        others = np.flatnonzero(marks < ANCHOR)
-        rows = (rows[0][torch.from_numpy(others)], rows[1][torch.from_numpy(others)])
-        plain, grades = [np.ascontiguousarray(side[:, others]) for side in plain], marks[others]
+    marks = artifact.grades((usual[0][:count], usual[1][:count]))
+    plain = [side.cpu().numpy() for side in usual]
+    fine = np.flatnonzero((marks > USUAL) & (marks < ANCHOR))
     finest = [
-        _finest(artifact, number, side, plain[number], level, grades)
+        _finest(
+            artifact,
+            number,
+            side[torch.from_numpy(fine)],
+            plain[number][:, fine],
+            level,
+            marks[fine],
+        )
         for number, side in enumerate(rows)
     ]
-    fine = np.flatnonzero(grades > USUAL)
-    return Coefficients(marks, rows, grades, tuple(plain), fine, tuple(finest))
+    return Coefficients(marks, tuple(plain), fine, tuple(finest))
 
 
 def _finest(
@@ -108,18 +108,17 @@ def _finest(
     level: int,
     grades: NDArray[np.uint8],
 ) -> Floats:
-    """Return a side's coefficients of those tokens that need more than the usual ones.
+    """Return a side's coefficients of tokens that need more than the usual ones, which are given.
 
     A basis is read from memory once for a few tokens, so no token has more of it than it needs.
     """
-    fine = np.flatnonzero(grades > USUAL)
     done, most = len(usual), artifact.ready(side, artifact.plan(level, int(grades.max(initial=0))))
-    found = np.zeros((max(most.rank, done), len(fine)), np.float32)
-    found[:done] = usual[:, fine]
+    found = np.zeros((max(most.rank, done), len(grades)), np.float32)
+    found[:done] = usual
     for grade in range(USUAL + 1, int(grades.max(initial=0)) + 1):
-        ready, mine = artifact.ready(side, artifact.plan(level, grade)), grades[fine] >= grade
+        ready, mine = artifact.ready(side, artifact.plan(level, grade)), grades >= grade
         if ready.rank > done and mine.any():
-            some = rows[torch.from_numpy(fine[mine])].bfloat16()
+            some = rows[torch.from_numpy(mine)].bfloat16()
             more = ready.basis[done:].to(rows.device) @ some.T
             found[done : ready.rank, mine] = more.float().cpu().numpy()
         done = max(done, ready.rank)
@@ -132,20 +131,17 @@ def sampled(
     side: int,
     level: int,
     tokens: NDArray[np.int64],
-) -> torch.Tensor:
-    """Return the coefficients of some tokens that a reader of a level has, float32 [rank, some]."""
-    found = []
+    into: Floats,
+) -> None:
+    """Fill the first columns of `into` [rank, columns] with what a reader has of some tokens."""
     for group in groups:
         mine = np.flatnonzero(np.isin(group.tokens, tokens))
         if len(mine):
-            found.append((group, mine, artifact.plan(level, group.grade)))
-    ranks = [artifact.ready(side, plan).rank for _, _, plan in found]
-    whole = np.zeros((max(ranks), len(tokens)), np.float32)
-    for (group, mine, plan), rank in zip(found, ranks, strict=True):
-        indices = np.ascontiguousarray(group.sides[side][:rank, mine])
-        columns = np.searchsorted(tokens, group.tokens[mine])
-        restore_finest(indices, columns, artifact.cells(side, plan), whole[:rank])
-    return torch.from_numpy(whole)
+            plan = artifact.plan(level, group.grade)
+            rank = artifact.ready(side, plan).rank
+            indices = np.ascontiguousarray(group.sides[side][:rank, mine])
+            columns = np.searchsorted(tokens, group.tokens[mine])
+            restore_finest(indices, columns, artifact.cells(side, plan), into[:rank])
 
 
 def features_of(
@@ -182,9 +178,9 @@ def empty_groups(artifact: Artifact, marks: NDArray[np.uint8], level: int) -> li
 
     They have room for the components that a reader of a level has.
     """
-    grades, found = marks[marks < ANCHOR], []
-    for grade in np.unique(grades):
-        at, plan = np.flatnonzero(grades == grade), artifact.plan(level, int(grade))
+    found = []
+    for grade in np.unique(marks[marks < ANCHOR]):
+        at, plan = np.flatnonzero(marks == grade), artifact.plan(level, int(grade))
         keys, values = (
             np.zeros((artifact.ready(side, plan).rank, len(at)), np.int32) for side in (0, 1)
         )
@@ -197,32 +193,34 @@ def restored(
     groups: Sequence[Group[np.int32]],
     side: int,
     level: int,
-    marks: NDArray[np.uint8],
+    tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
     """Return the coefficients that a reader of a level has, and which tokens have more of them.
 
-    Float32 [rank, tokens] of all tokens, which have these marks, with zeros for anchors; [more,
-    some] of the components behind the usual ones; and where these tokens are. `groups` hold indices
-    as they are at the level.
+    Bfloat16 [2 wide + rank, tokens] of all tokens, as `split` has them, with zeros for anchors;
+    [more, some] of the components behind the usual ones; and where these tokens are. `groups` hold
+    indices as they are at the level.
     """
-    usual = artifact.ready(side, artifact.plan(level, USUAL)).rank
+    usual, wide = artifact.ready(side, artifact.plan(level, USUAL)).rank, len(artifact.wide[side])
     ranks = [artifact.ready(side, artifact.plan(level, group.grade)).rank for group in groups]
-    others = np.flatnonzero(marks < ANCHOR)
-    fine = [others[group.tokens] for group in groups if group.grade > USUAL]
+    fine = [group.tokens for group in groups if group.grade > USUAL]
     some = np.concatenate([np.empty(0, np.int64), *fine])
-    whole = np.zeros((usual, len(marks)), np.float32)
-    more = np.zeros((max([usual, *ranks]) - usual, len(some)), np.float32)
+    whole = np.zeros((2 * wide + usual, tokens), np.int16)
+    more = np.zeros((max([usual, *ranks]) - usual, len(some)), np.int16)
     done = 0
     for group, rank in zip(groups, ranks, strict=True):
         coarse = group.sides[side]
         cells = artifact.cells(side, artifact.plan(level, group.grade))
-        first = min(usual, rank)
-        restore(coarse, others[group.tokens], cells, whole[:first])
+        restore_split(coarse[: min(usual, rank)], group.tokens, cells, wide, whole)
         if group.grade > USUAL:
             columns = np.arange(done, done + len(group.tokens))
-            restore(coarse[usual:], columns, cells.behind(usual), more[: rank - first])
+            restore_split(coarse[usual:rank], columns, cells.behind(usual), 0, more)
             done += len(group.tokens)
-    return torch.from_numpy(whole), torch.from_numpy(more), some
+    return (
+        torch.from_numpy(whole).view(torch.bfloat16),
+        torch.from_numpy(more).view(torch.bfloat16),
+        some,
+    )
 
 
 def split(values: torch.Tensor, wide: int) -> torch.Tensor:
@@ -240,7 +238,7 @@ class Restored:
 
     Args:
         groups: hold indices as they are at the level.
-        marks: of all tokens; the features of anchors are zeros.
+        tokens: of the block; the features of anchors are zeros.
         device: where features are wanted.
     """
 
@@ -250,15 +248,15 @@ class Restored:
         groups: Sequence[Group[np.int32]],
         side: int,
         level: int,
-        marks: NDArray[np.uint8],
+        tokens: int,
         device: torch.device,
     ) -> None:
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        usual, more, some = restored(artifact, groups, side, level, marks)
-        self._usual = split(usual, len(ready.wide)).to(device)
+        usual, more, some = restored(artifact, groups, side, level, tokens)
+        self._usual = usual.to(device)
         self._synthesis = ready.synthesis.to(device)
         self._some = torch.from_numpy(some).to(device)
-        self._rest = more.bfloat16().to(device)
+        self._rest = more.to(device)
         finest = artifact.ready(side, artifact.plan(level, FINER)).synthesis
         behind = self._synthesis.shape[1]
         self._more = finest[:, behind : behind + len(more)].to(device)

@@ -323,11 +323,11 @@ def test_an_artifact_that_is_not_sound_is_refused() -> None:
             unpack(pack(good.header, (side, values), *rest))
     anchors = good.anchors
     for wrong in (
-        anchors._replace(offset=anchors.offset * float("nan")),
-        anchors._replace(root=anchors.root[:, :-1]),
-        anchors._replace(start=anchors.start + 100),
-        anchors._replace(first=anchors.first + 1),
-        anchors._replace(refine=torch.zeros_like(anchors.refine)),
+        dataclasses.replace(anchors, offset=anchors.offset * float("nan")),
+        dataclasses.replace(anchors, root=anchors.root[:, :-1]),
+        dataclasses.replace(anchors, start=anchors.start + 100),
+        dataclasses.replace(anchors, first=anchors.first + 1),
+        dataclasses.replace(anchors, refine=torch.zeros_like(anchors.refine)),
     ):
         with pytest.raises(TierKVError, match="not a calibration artifact"):
             unpack(pack(good.header, good.sides, good.drift, good.heed, wrong))
