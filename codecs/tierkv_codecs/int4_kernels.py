@@ -21,6 +21,7 @@ from tierkv_codecs.bits import (
     least,
     most,
     of_half,
+    shifted_left,
     upper_bits,
 )
 from tierkv_codecs.fixed import Shape
@@ -58,7 +59,7 @@ def _load(source: Integers, by: int, start: int, dim: int, tile: Floats) -> np.i
         at = (start + number) * dim
         part, row = source[at : at + dim], tile[number]
         for channel in range(dim):
-            bits = np.int32(np.int32(part[channel]) << by)
+            bits = shifted_left(part[channel], by)
             worst = most(worst, np.int32(bits & 0x7FFF_FFFF))
             row[channel] = float_of(bits)
     return worst

@@ -36,6 +36,7 @@ from tierkv_codecs.bits import (
     least,
     most,
     of_half,
+    shifted_left,
     upper_bits,
 )
 from tierkv_codecs.codec import Place, Unsuited
@@ -150,7 +151,7 @@ def _code_keys(source: Integers, by: int, shape: Shape, parameters: Halves, code
             for token in range(first, last):
                 part = source[start + token * width : start + token * width + width]
                 for channel in range(width):
-                    bits = np.int32(np.int32(part[channel]) << by)
+                    bits = shifted_left(part[channel], by)
                     worst = most(worst, np.int32(bits & 0x7FFF_FFFF))
                     value = float_of(bits)
                     low[channel] = least(low[channel], value)
@@ -163,7 +164,9 @@ def _code_keys(source: Integers, by: int, shape: Shape, parameters: Halves, code
                 part = source[start + token * width : start + token * width + width]
                 coded = codes[to : to + width]
                 for channel in range(width):
-                    code = (float_of(np.int32(part[channel]) << by) - low[channel]) * high[channel]
+                    code = (float_of(shifted_left(part[channel], by)) - low[channel]) * high[
+                        channel
+                    ]
                     code = least(most(code, np.float32(0.0)), np.float32(LEVELS))
                     coded[channel] = np.uint8(np.int32(code + np.float32(0.5)))
                 to += width
@@ -209,7 +212,7 @@ def _code_values(source: Integers, by: int, shape: Shape, parameters: Halves, co
             # Signs and magnitudes as integers that are in order, whose extremes vectorise.
             low, high = np.int32(0x7FFF_FFFF), np.int32(-0x8000_0000)
             for at in range(dim):
-                bits = np.int32(np.int32(part[at]) << by)
+                bits = shifted_left(part[at], by)
                 order = np.int32(bits ^ ((bits >> 31) & 0x7FFF_FFFF))
                 low, high = least(low, order), most(high, order)
             worst = most(worst, most(np.int32(~low), high))
@@ -223,7 +226,7 @@ def _code_values(source: Integers, by: int, shape: Shape, parameters: Halves, co
             parameters[2 * row], parameters[2 * row + 1] = shift_bits, span_bits
             to = codes[row * dim : row * dim + dim]
             for at in range(dim):
-                code = (float_of(np.int32(part[at]) << by) - shift) * inverse
+                code = (float_of(shifted_left(part[at], by)) - shift) * inverse
                 code = least(most(code, np.float32(0.0)), np.float32(LEVELS))
                 to[at] = np.uint8(np.int32(code + np.float32(0.5)))
             row += 1

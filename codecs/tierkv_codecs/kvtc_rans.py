@@ -10,15 +10,12 @@ A range is one number: where it begins in the lower 16 bits, its size above. Sta
 unsigned numbers of 64 bits throughout: one signed number among them would make floats of all.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.core.extending import intrinsic
 from numpy.typing import NDArray
 
-from tierkv_codecs.bits import inlined, kernel, least, most
+from tierkv_codecs.bits import inlined, kernel, least, most, shifted_right
 
 SHIFTS = 10
 """Shifts are 0 to SHIFTS - 1."""
@@ -52,17 +49,6 @@ Longs = NDArray[np.uint64]
 Symbols = NDArray[np.uint8]
 Steps = tuple[Shifts, ...]
 
-
-def _shift(_typing: Any, value: Any, by: Any) -> Any:  # noqa: ANN401 -- numba's own types
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-        pairs = zip(arguments, signature.args, strict=True)
-        return builder.lshr(*(context.cast(builder, of, type_, types.int32) for of, type_ in pairs))
-
-    return types.int32(value, by), generate
-
-
-_shifted: Callable[..., Any] = intrinsic(_shift)
-"""Shift a number that is not negative to the right in 32 bits, where `>>` would take 64."""
 
 # Encoding goes from the last symbol to the first; words and escapes grow downwards.
 
@@ -114,8 +100,8 @@ def _refinements(row: Indices, shift: int, kinds: Ranges, line: Ranges) -> None:
     for t in range(len(row)):
         value = np.int32(row[t])
         magnitude = np.int32(abs(value))
-        a = _shifted(np.int32(magnitude + offset), shift)
-        b = _shifted(np.int32(magnitude + finer), shift - 1)
+        a = shifted_right(np.int32(magnitude + offset), shift)
+        b = shifted_right(np.int32(magnitude + finer), shift - 1)
         of_zero = np.int32(1) if value < 0 else np.int32(2)
         of_zero = of_zero if b != 0 else np.int32(0)
         of_more = np.int32(4 + b - 2 * a - odd)
@@ -129,7 +115,7 @@ def _firsts(row: Indices, shift: int, ranges: Ranges, line: Ranges) -> np.int32:
     offset, greatest = np.int32(OFFSETS[shift]), np.int32(0)
     for t in range(len(row)):
         value = np.int32(row[t])
-        b = _shifted(np.int32(np.int32(abs(value)) + offset), shift)
+        b = shifted_right(np.int32(np.int32(abs(value)) + offset), shift)
         greatest = most(greatest, b)
         b = least(b, np.int32(ESCAPE))
         line[t] = ranges[np.uint32(np.int32(ESCAPE - b) if value < 0 else np.int32(ESCAPE + b))]

@@ -23,6 +23,9 @@ from tierkv_codecs.bits import (
 from tierkv_codecs.rope import Turn, rope, turns, unrope
 from tierkv_codecs.tensors import bits_of
 
+TILE = 32
+"""Tokens that are turned from columns into rows at a time."""
+
 
 def rows_of(
     block: torch.Tensor, layers: Sequence[LayerSpec], position: int, means: tuple[torch.Tensor, ...]
@@ -79,7 +82,8 @@ def write_rows(
     plain = out.dtype in KERNEL_DTYPES and out.stride()[3:] == (out.shape[4], 1)
     into = out if plain else torch.empty(out.shape)
     keys, values = (
-        bits_of(side if side.dtype in KERNEL_DTYPES else side.float()).numpy() for side in rows
+        bits_of(side if side.dtype in KERNEL_DTYPES else side.float()).T.contiguous().numpy()
+        for side in rows
     )
     by, of_rows = 8 * (4 - into.itemsize), 8 * (4 - keys.itemsize)
     limit = np.float32(torch.finfo(out.dtype).max)
@@ -121,6 +125,19 @@ def _load(bits: Integers, by: int, to: Floats) -> None:
     else:
         for i in range(len(to)):
             to[i] = float_of(np.int32(bits[i]))
+
+
+@kernel
+def _turn(bits: Integers, by: int, tile: Floats) -> None:
+    """Fill the first rows of a tile with the columns of `bits` [features, tokens]."""
+    for i in range(len(bits)):
+        row = bits[i]
+        if by:
+            for j in range(len(row)):
+                tile[j, i] = float_of(np.int32(row[j]) << 16)
+        else:
+            for j in range(len(row)):
+                tile[j, i] = float_of(np.int32(row[j]))
 
 
 @kernel
@@ -189,19 +206,27 @@ def _scatter(  # noqa: PLR0913, PLR0917
     of_rows: int,
     limit: np.float32,
 ) -> None:
-    """Write the upper bits of some layers' values from those of their features."""
+    """Write the upper bits of some layers' values from those of their features [feature, token].
+
+    A product has tokens side by side, so tiles of some tokens are turned on the way.
+    """
     _, _, tokens, width = block.shape
-    line = np.zeros(width, np.float32)
+    tile = np.zeros((TILE, width), np.float32)
     for layer in range(turn.start, turn.stop):
         start, stop = layer * width, (layer + 1) * width
         key_middle, value_middle = key_mean[start:stop], value_mean[start:stop]
-        for t in range(tokens):
-            _load(values[t, start:stop], of_rows, line)
-            for i in range(width):
-                line[i] += value_middle[i]
-            _store(line, limit, by, block[layer, 1, t])
-            _load(keys[t, start:stop], of_rows, line)
-            for i in range(width):
-                line[i] += key_middle[i]
-            _rotate(line, dim, turn.cos[t], turn.sin[t], turn.interleaved)
-            _store(line, limit, by, block[layer, 0, t])
+        for first in range(0, tokens, TILE):
+            last = min(first + TILE, tokens)
+            _turn(values[start:stop, first:last], of_rows, tile)
+            for t in range(first, last):
+                line = tile[t - first]
+                for i in range(width):
+                    line[i] += value_middle[i]
+                _store(line, limit, by, block[layer, 1, t])
+            _turn(keys[start:stop, first:last], of_rows, tile)
+            for t in range(first, last):
+                line = tile[t - first]
+                for i in range(width):
+                    line[i] += key_middle[i]
+                _rotate(line, dim, turn.cos[t], turn.sin[t], turn.interleaved)
+                _store(line, limit, by, block[layer, 0, t])
