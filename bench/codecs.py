@@ -3,11 +3,11 @@
 Every codec of tierkv and of the other projects that are installed encodes and decodes the same
 block: bf16 KV of an English prompt from the small real model, in canonical order, behind its first
 128 tokens. Speeds are raw bytes per second of CPU time of the whole process on one torch thread, so
-a library's own threads are counted; our codecs write into memory that is there, as a store's is, and
-others, which make memory of their own, do that; candidates take turns within a round, so that a busy machine
-slows all of them; the table gives the median over the rounds and the quartiles. Errors are relative
-L2 norms of keys, of values, and of softmax(q K^T / sqrt(dim)) V with the block's last 64 keys as
-stand-in queries. What quality costs answers is measured by `tierkv eval`, not here.
+a library's own threads are counted; our codecs write into memory that is there, as a store's is,
+and others, which make memory of their own, do that; candidates take turns within a round, so that a
+busy machine slows all of them; the table gives the median over the rounds and the quartiles. Errors
+are relative L2 norms of keys, of values, and of softmax(q K^T / sqrt(dim)) V with the block's last
+64 keys as stand-in queries. What quality costs answers is measured by `tierkv eval`, not here.
 
 Libraries that are not installed are shown as absent. `bench/peers.sh lmcache codecs` makes an
 environment that has them all; its Python (`~/.cache/tierkv/peers/codecs/bin/python`) then runs
