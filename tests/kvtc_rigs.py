@@ -1,13 +1,15 @@
 """A small synthetic model's KV and an artifact of it, for tests of `kvtc`."""
 
 import functools
+from typing import Any
 
+import msgspec
 import torch
 
 from tierkv.identity import LayerSpec, Rope
 from tierkv.part import Part
 from tierkv_codecs.codec import Place
-from tierkv_codecs.kvtc_artifact import ANCHOR, Artifact, ArtifactHeader, unpack
+from tierkv_codecs.kvtc_artifact import ANCHOR, Artifact, ArtifactHeader, pack, unpack
 from tierkv_codecs.kvtc_calibrate import Rows, calibrate
 from tierkv_codecs.kvtc_rows import plain_rows_of
 from tierkv_codecs.rope import rope
@@ -77,6 +79,12 @@ def calibration_rows(count: int = 16, tokens: int = 256, *, graded: bool = False
     costs = (keys[:, 0].float() * (2 if graded else 0)).exp()
     pair = (metrics[0], metrics[1])
     return Rows(keys, values, pair, pair, held, costs)
+
+
+def packed(of: Artifact, **changed: Any) -> bytes:
+    """Return the file of an artifact, with other fields of its header."""
+    header = msgspec.structs.replace(of.header, **changed)
+    return pack(header, of.sides, of.drift, of.heed, of.anchors)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tests.sidecars import connect
 from tests.stores import fill
 from tierkv import calls, frame
 from tierkv.client import Written
-from tierkv.codec import PROFILES
+from tierkv.codec import BY_CODEC_ID, BY_LEVELS, PROFILES
 from tierkv.explain import Explanation, from_wire
 from tierkv.fidelity import Fidelity
 from tierkv.stat import StoreStat
@@ -21,9 +21,13 @@ from tierkv.stat import from_wire as stat_from_wire
 
 
 class Live:
-    """One client; `stored` has every block that it put, `sessions` whose chains they are."""
+    """One client; `stored` has every block that it put, `sessions` whose chains they are.
 
-    def __init__(self, path: Path) -> None:
+    `puts` names the profiles of their puts, one after the other.
+    """
+
+    def __init__(self, path: Path, *puts: str) -> None:
+        self.puts = puts
         self.client = connect(path)
         self.client.introduce(IDENTITY)
         self.codecs = registry()
@@ -39,11 +43,10 @@ class Live:
 
     def put(self, keys: Sequence[bytes], name: str) -> int:
         """Put a chain in a profile; returns how many of its blocks became visible."""
-        codec = self.codecs.named(name)
         held = self.client.put(
             calls.PutCall(
                 **self.fields(keys, Fidelity.SAFE), profiles=(name,), family=IDENTITY.family,
-                artifacts=(codec.artifact,), raw_bytes=RAW_BYTES.to_bytes(8, "little"),
+                artifacts=self.codecs.artifacts((name,)), raw_bytes=RAW_BYTES.to_bytes(8, "little"),
             )
         )  # fmt: skip
         if held is None:
@@ -82,8 +85,10 @@ class Live:
     def expected(self, key: bytes, header: frame.Header) -> torch.Tensor:
         """Return what a block must decode to in the profile of a frame, made here."""
         one = self.stored[key]
-        codec = self.codecs.of_id(header.codec_id, header.artifact)
         payload, segments = one.payload, tuple(length for length in header.segments if length)
+        profile = BY_LEVELS.get((header.codec_id, len(segments)), BY_CODEC_ID[header.codec_id])
+        codec = self.codecs.named(profile.name)
+        assert codec.artifact == header.artifact
         if codec.id == one.codec.id:
             assert segments == one.segments[: len(segments)]
         else:

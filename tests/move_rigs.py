@@ -125,8 +125,9 @@ class InProcess:
 
     state = "in this process"
 
-    def __init__(self, arena: memoryview) -> None:
+    def __init__(self, arena: memoryview, artifacts: Sequence[bytes] = ()) -> None:
         self._arena = arena
+        self.artifacts = frozenset({frame.NO_ARTIFACT, *artifacts})
 
     def payload(self, header: frame.Header, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
         pieces = [self._arena[start : start + nbytes] for start, nbytes in runs]
@@ -134,13 +135,15 @@ class InProcess:
 
     def encode(
         self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
-        profile: Profile,
+        profile: Profile, artifact: bytes,
     ) -> Encoded | Lost:  # fmt: skip
+        assert (artifact != frame.NO_ARTIFACT) == bool(profile.levels)
         payload = self.payload(header, runs)
         start = frame.header_bytes(profile.segments)
         memory = aligned(start + header.raw_bytes + profile.bound_extra)
-        segments = encode_again(identity, header, payload, profile, memory[start:])
-        return Encoded(memory, start + sum(segments)) if segments else Lost.REFUSED
+        segments = encode_again(identity, header, payload, profile, memory[start:], registry())
+        empty = (0,) * (profile.segments - len(segments))
+        return Encoded(memory, (*segments, *empty)) if segments else Lost.REFUSED
 
 
 class MoveRig(Rig):
@@ -155,7 +158,7 @@ class MoveRig(Rig):
 
     def encode(self, *, knows: bool = True) -> None:
         """Let exact copies be encoded again, of a model that was introduced or not."""
-        self.store.encode_with(InProcess(self.host.view))
+        self.store.encode_with(InProcess(self.host.view, [artifact(RATIOS).digest]))
         if knows:
             self.store.introduce(1, calls.IdentityCall(identity=to_wire(IDENTITY)))
 
@@ -175,8 +178,8 @@ class MoveRig(Rig):
         """Put a chain of blocks in a profile; all of them must find room."""
         codec = self.codecs.named(name)
         held = self.offer(
-            keys, profiles=(name,), artifacts=(codec.artifact,), family=IDENTITY.family,
-            raw=RAW_BYTES, **self.call_fields(fidelity),
+            keys, profiles=(name,), artifacts=self.codecs.artifacts((name,)),
+            family=IDENTITY.family, raw=RAW_BYTES, **self.call_fields(fidelity),
         )  # fmt: skip
         assert held is not None
         assert len(held.units) == len(keys)

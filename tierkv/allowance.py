@@ -8,12 +8,18 @@ have equal allowances, which have one number.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tierkv.frame import NO_ARTIFACT
+
 
 class Allowed(NamedTuple):
-    """What a block promises in a profile, a number of `Fidelity`, and its nats lost per token."""
+    """What a block promises in a profile, a number of `Fidelity`, and its nats lost per token.
+
+    `artifact` is the digest of the calibration with which that was measured.
+    """
 
     fidelity: int
     kl: float
+    artifact: bytes = NO_ARTIFACT
 
 
 Allowance = Mapping[int, Allowed]

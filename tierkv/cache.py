@@ -23,6 +23,7 @@ from tierkv.clock import Clock
 from tierkv.demotions import LANE, Demotions
 from tierkv.encoder import Encoder
 from tierkv.executor import Executor, Threads
+from tierkv.frame import NO_ARTIFACT
 from tierkv.gate import Gate, named
 from tierkv.health import Health, lane
 from tierkv.identity import from_wire
@@ -119,7 +120,9 @@ class TierKV:
         """Let demotions have other profiles of exact copies, on a lane of their own."""
         with self._store.lock:
             self._store.encoder = encoder
-            self._store.catalog.let_encode()
+            self._store.catalog.let_encode(encoder.artifacts)
+            for artifact in {*encoder.artifacts} - {NO_ARTIFACT}:
+                self._store.offers.note_levels(artifact)
 
     @property
     def host(self) -> HostTier:

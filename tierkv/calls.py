@@ -172,7 +172,9 @@ class PutCall(Call, frozen=True, tag="put"):
     family: bytes = b""
     """`Identity.family`, by which the gate knows the model; without it no profile may lose."""
     artifacts: tuple[bytes, ...] = ()
-    """Digest of each profile's artifact, in their order; empty, or left out at the end: none."""
+    """Digest of each profile's artifact, in their order; empty, or left out at the end: none.
+
+    What follows them is of artifacts whose frames the client decodes, too."""
     session: str = ""
     """Names the conversation or agent run, at most `MAX_SESSION` characters; empty: not known."""
     ttl_s: float | None = None

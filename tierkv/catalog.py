@@ -76,7 +76,7 @@ COLUMNS = {
     "sibling": "i",
     "serial": "I",
     "allowance": "h",
-    "fixed": "b",  # 1: who encodes could not encode it again
+    "fixed": "b",  # what who encodes could not: 1: by a calibration, 2: at all
     **dict.fromkeys(ENDS, "i"),
 }
 Rows = Sequence[int]
@@ -134,7 +134,7 @@ class Catalog:
     def __init__(self, tiers: Sequence[str], cuts: Collection[int] = (RAM,)) -> None:
         """`cuts`: numbers of the tiers in which a frame can be cut short where it lies."""
         self.tiers, self.cuts = tuple(tiers), frozenset(cuts)
-        self.encodes = False
+        self.encodes: frozenset[bytes] = frozenset()
         self.bytes = [[0] * len(State) for _ in tiers]
         self.count = [[0] * len(State) for _ in tiers]
         self._parts: dict[Part, int] = {}
@@ -255,9 +255,9 @@ class Catalog:
         for name, value in columns.items():
             getattr(self, name)[row] = value
 
-    def let_encode(self) -> None:
-        """From now on an exact copy can be encoded again on its way down."""
-        self.encodes = True
+    def let_encode(self, artifacts: Collection[bytes]) -> None:
+        """From now on an exact copy can be encoded again on its way down, by these calibrations."""
+        self.encodes = frozenset(artifacts)
 
     def leave(self, rows: Rows) -> None:
         """Make ready placements invisible; their space stays until `gone`."""

@@ -88,6 +88,8 @@ PROFILES = {profile.name: profile for profile in (RAW, LOSSLESS, INT8, INT4, FP8
 BY_NUMBER = {profile.number: profile for profile in PROFILES.values()}
 BY_LEVELS = {(profile.codec_id, profile.levels): profile for profile in KVTC}
 """By codec id and count of segments, of progressive formats."""
+ARTIFACT_FORMAT = 3
+"""Of the calibration files that this release makes and reads."""
 BY_CODEC_ID = {profile.codec_id: profile for profile in reversed(PROFILES.values())}
 """The first of each format: where only a frame's header is known, its costs count."""
 

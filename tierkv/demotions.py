@@ -7,7 +7,8 @@ has changed it has no other answer.
 
 A demotion goes to the write-behind queue as it is or as a prefix, or is encoded again first, by an
 encoder that the `encode` lane waits for. A copy that the encoder lost is marked, and the policy
-does not think of encoding it any more. The copy in RAM is held until the one below can be read, so
+does not think of encoding it any more; one that only a calibration does not fit may still take
+another profile. The copy in RAM is held until the one below can be read, so
 a kill at any time loses nothing that was durable.
 """
 
@@ -95,7 +96,9 @@ class Demotions:
             runs = store.host.runs(catalog.locator[row])
             gone = catalog.state[row] != READY
             fidelity = lineage.fidelity(catalog, row, move.profile)
-        made = Lost.DOWN if gone else self._made(move, runs, fidelity)
+            allowed = catalog.allowed(row).get(move.profile)
+            artifact = allowed.artifact if allowed else frame.NO_ARTIFACT
+        made = Lost.DOWN if gone else self._made(move, runs, fidelity, artifact)
         with store.lock:
             self._encoding -= 1
             if self._more:
@@ -107,11 +110,15 @@ class Demotions:
             if not gone:
                 store.counters[made.value] += 1
                 if made is not Lost.DOWN:
-                    catalog.restate(row, fixed=1)
+                    calibrated = made is Lost.REFUSED and artifact != frame.NO_ARTIFACT
+                    lost = lineage.NO_CALIBRATED if calibrated else lineage.NOTHING
+                    catalog.restate(row, fixed=max(lost, catalog.fixed[row]))
             self._moves.going -= catalog.allocated[row]
             store.unhold([row])
 
-    def _made(self, move: Move, pages: list[tuple[int, int]], fidelity: int) -> Encoded | Lost:
+    def _made(
+        self, move: Move, pages: list[tuple[int, int]], fidelity: int, artifact: bytes
+    ) -> Encoded | Lost:
         """Return the frame of a block in another profile, with its header."""
         store, profile = self._store, BY_NUMBER[move.profile]
         assert store.encoder is not None, "a demotion that may not be"
@@ -124,15 +131,15 @@ class Demotions:
             identity = store.offers.identity_of(header)
         if isinstance(header, frame.Refusal) or identity is None:
             return Lost.REFUSED
-        made = store.encoder.encode(identity, header, runs, profile)
+        made = store.encoder.encode(identity, header, runs, profile, artifact)
         if isinstance(made, Encoded):
             new = msgspec.structs.replace(
                 header,
                 codec_id=profile.codec_id,
                 flags=header.flags | (frame.LOSSY if profile.lossy else 0),
-                segments=(made.nbytes - frame.header_bytes(1),),
+                segments=made.segments,
                 checksums=(),
-                artifact=frame.NO_ARTIFACT,
+                artifact=artifact,
             )
             stamp(made.memory, new, fidelity)
         return made

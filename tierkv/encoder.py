@@ -1,6 +1,6 @@
 """Encoder: who encodes an exact copy again, for a demotion. The core has no codec of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -12,11 +12,17 @@ from tierkv.identity import Identity
 class Encoded(NamedTuple):
     """A frame that was encoded again: memory for a tier's buffers, and its bytes.
 
-    The payload lies behind the header's place, which is still blank.
+    The payload lies behind the header's place, which is still blank. `segments` are as many as a
+    header of its profile names; those that it does not have are empty.
     """
 
     memory: memoryview
-    nbytes: int
+    segments: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole frame."""
+        return frame.header_bytes(len(self.segments)) + sum(self.segments)
 
 
 class Lost(Enum):
@@ -37,12 +43,20 @@ class Encoder(Protocol):
     def state(self) -> str:
         """What it is doing, for people. For any thread."""
 
+    @property
+    def artifacts(self) -> Collection[bytes]:
+        """Digests of the calibrations that it encodes by; `NO_ARTIFACT` for the fixed codecs.
+
+        The levels of a calibration are the usual ones: its n-th is the profile of n levels.
+        """
+
     def encode(
         self,
         identity: Identity,
         header: frame.Header,
         runs: Sequence[tuple[int, int]],
         profile: Profile,
+        artifact: bytes,
     ) -> Encoded | Lost:
         """Return the frame that a frame's block has in another profile.
 
@@ -50,5 +64,6 @@ class Encoder(Protocol):
             identity: of the model whose block it is.
             header: of the frame, which is exact.
             runs: (offset, bytes) of the whole frame in the arena, where it does not change.
-            profile: that needs no calibration.
+            profile: wanted.
+            artifact: digest of the calibration that it needs, one of `artifacts`.
         """

@@ -1,10 +1,10 @@
 """Lineage: which copies may be made of which, and what a Move frees. Pure.
 
 A copy is made as it is, or by cutting a progressive frame short, or by encoding an exact copy
-again, to something smaller that needs no calibration. A lossy copy is never encoded from a lossy
-one. What results must be a profile that the gate allows for the block's model, artifact, context
-and readers: the *allowance* that was noted when the block was put, so that a Move makes nothing
-that a put could not have made.
+again, to something smaller, by a calibration that who encodes has. A lossy copy is never encoded
+from a lossy one. What results must be a profile that the gate allows for the block's model,
+artifact, context and readers: the *allowance* that was noted when the block was put, so that a Move
+makes nothing that a put could not have made.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,12 @@ from itertools import accumulate
 
 from tierkv.catalog import NONE, READY, Catalog
 from tierkv.codec import BY_NUMBER, Profile
+from tierkv.frame import NO_ARTIFACT
 from tierkv.plan import Kind, Move
 from tierkv.tier import RAM
+
+NO_CALIBRATED, NOTHING = 1, 2
+"""Of a block that could not be encoded: what can not be made of it any more."""
 
 
 def lawful(view: Catalog, move: Move) -> bool:
@@ -43,10 +47,17 @@ def makes(view: Catalog, row: int, profile: int) -> bool:
         return False
     if new == mine or cut(view, row, profile):
         return True
-    smaller = new.segments == 1 and new.ratio > mine.ratio and not mine.lossy
-    if not smaller or not view.encodes or view.fixed[row]:
+    return new.ratio > mine.ratio and not mine.lossy and encodable(view, row, new)
+
+
+def encodable(view: Catalog, row: int, profile: Profile) -> bool:
+    """Return whether a profile may be encoded of a placement's block, if that is exact."""
+    allowed = view.allowed(row).get(profile.number)
+    if profile.lossy and allowed is None:
         return False
-    return not new.lossy or profile in view.allowed(row)
+    artifact = allowed.artifact if allowed else NO_ARTIFACT
+    most = NO_CALIBRATED if artifact == NO_ARTIFACT else 0
+    return artifact in view.encodes and view.fixed[row] <= most
 
 
 def cut(view: Catalog, row: int, profile: int) -> int:

@@ -146,7 +146,7 @@ class Offers:
             if profile.lossy and profile.codec_id in self.readable:
                 fidelity, kl, _ = self.gate.look(family, profile.name, mine, context)
                 if fidelity is not None and fidelity >= asked:
-                    found[profile.number] = Allowed(int(fidelity), kl)
+                    found[profile.number] = Allowed(int(fidelity), kl, mine)
         return found
 
     def allowed(self, call: PutCall) -> list[Offer]:
@@ -154,13 +154,14 @@ class Offers:
 
         Raises: TierKVError (invalid): none of the profiles is known, or an artifact is no digest.
         """
-        artifacts = (*call.artifacts, *(b"" for _ in call.profiles))
+        artifacts = (*call.artifacts, *(b"" for _ in call.profiles[len(call.artifacts) :]))
         known = [
             (PROFILES[name], artifact or NO_ARTIFACT)
             for name, artifact in zip(call.profiles, artifacts, strict=False)
             if name in PROFILES
         ]
-        if not known or any(len(artifact) != len(NO_ARTIFACT) for _, artifact in known):
+        sizes = {len(artifact or NO_ARTIFACT) for artifact in artifacts}
+        if not known or sizes != {len(NO_ARTIFACT)}:
             raise invalid(
                 f"none of the profiles {call.profiles} is known, or an artifact has not"
                 f" {len(NO_ARTIFACT)} bytes; offer some of {list(PROFILES)}"

@@ -126,7 +126,7 @@ class Puts:
             runs=runs,
             seal=seal,
             fallback=fallback_of(offers.values(), profile).name,
-            stranger=catalog.encodes and bool(call.family) and not store.offers.knows(call.family),
+            stranger=bool(catalog.encodes and call.family) and not store.offers.knows(call.family),
         )
 
     def _profile(self, keys: bytes, known: list[bool], offers: dict[int, Offer]) -> Profile:

@@ -12,7 +12,7 @@ the end of the file is not there.
 
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -202,10 +202,10 @@ class _RecordedCatalog(Catalog):
         self._note("resize", row, nbytes, allocated, locator)
         super().resize(row, nbytes, allocated, locator)
 
-    def let_encode(self) -> None:
+    def let_encode(self, artifacts: Collection[bytes]) -> None:
         """See `Catalog`."""
-        self._note("let_encode")
-        super().let_encode()
+        self._note("let_encode", sorted(artifacts))
+        super().let_encode(artifacts)
 
     def restate(self, row: int, **columns: int) -> None:
         """See `Catalog`."""

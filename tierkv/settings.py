@@ -90,6 +90,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Time to finish writes when the sidecar is told to stop."""
     gate: str = ""
     """File that `tierkv eval` wrote; empty: lossless profiles only."""
+    artifacts: tuple[str, ...] = ()
+    """Files that `tierkv calibrate` wrote, by which copies that leave RAM are encoded again."""
     policy: Literal["auto", "lru", "evicpress"] = "auto"
     """What keeps, compresses, moves and drops; auto: evicpress with a gate, else lru."""
 

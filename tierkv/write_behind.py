@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tierkv import lineage
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import NONE, READY, Rows
+from tierkv.codec import BY_NUMBER
 from tierkv.encoder import Encoded
 from tierkv.limits import count_keys, seconds_of
 from tierkv.moves import Moves, prefix
@@ -306,13 +307,18 @@ class WriteBehind:
 
     def _copy(self, entry: _Entry, lower: Lower) -> int | None:
         """Begin a placement in a lower tier of what an entry becomes; None: it does not fit."""
-        store, row = self._store, entry.row
+        store, row, made = self._store, entry.row, entry.frame
         profile = entry.move.profile if entry.move else store.catalog.profile[row]
-        size = entry.frame.nbytes if entry.frame else lineage.size(store.catalog, row, profile)
+        size = made.nbytes if made else lineage.size(store.catalog, row, profile)
         locator = lower.tier.reserve(size) if size else None
         if locator is None:
             return None
-        return store.copy_of(row, lower.number, locator, profile=profile, nbytes=size)
+        copy = store.copy_of(row, lower.number, locator, profile=profile, nbytes=size)
+        if made:
+            header_bytes = made.nbytes - sum(made.segments)
+            ends = lineage.ends(BY_NUMBER[profile], header_bytes, made.segments)
+            lineage.note_ends(store.catalog, copy, ends)
+        return copy
 
     def _item(self, copy: int, source: _Entry) -> Item:
         store, catalog = self._store, self._store.catalog

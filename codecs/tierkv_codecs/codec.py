@@ -163,6 +163,15 @@ class CodecRegistry:
                 f"codec id {codec_id}{about} is not known; this version reads {known}"
             ) from None
 
+    def artifacts(self, profiles: Iterable[str]) -> tuple[bytes, ...]:
+        """Return the artifacts that a put names: of its profiles, then of what else can be decoded.
+
+        Raises: TierKVError (invalid): no codec has one of the profiles.
+        """
+        first = tuple(self.named(name).artifact for name in profiles)
+        more = {codec.artifact for codec in self._by_name.values()} - {NO_ARTIFACT, *first}
+        return (*first, *sorted(more))
+
     def all(self) -> tuple[Codec, ...]:
         """Return every codec, in order of id."""
         return tuple(sorted(self._by_name.values(), key=lambda codec: codec.id))

@@ -10,8 +10,9 @@ import torch
 
 from tierkv import frame
 from tierkv.codec import Profile
+from tierkv.errors import TierKVError
 from tierkv.identity import Identity
-from tierkv_codecs import CODECS, CodecError, CodecRegistry, Place
+from tierkv_codecs import CODECS, CodecRegistry, Place
 from tierkv_codecs.tensors import FLOATS
 
 
@@ -42,8 +43,8 @@ def encode_again(
         out: writable memory of at least `raw_bytes + profile.bound_extra`.
         codecs: by name, as profiles are named.
 
-    Returns: the bytes of its segments; none where the codec cannot take the block, or it is not
-        what the identity says.
+    Returns: the bytes of its segments; none where no codec can take the block, or it is not what
+        the identity says.
     """
     shape = _shape(identity, header)
     if shape is None:
@@ -57,7 +58,7 @@ def encode_again(
         codecs.of_id(header.codec_id).decode(data, segments, block, shape.place)
         target = torch.frombuffer(out, dtype=torch.uint8)
         return codecs.named(profile.name).encode(block, target, shape.place)
-    except CodecError:
+    except TierKVError:  # a codec's refusal, or no such codec
         return ()
 
 

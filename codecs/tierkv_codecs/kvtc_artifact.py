@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from tierkv.codec import ARTIFACT_FORMAT
 from tierkv.errors import incompatible, invalid
 from tierkv.identity import Identity, LayerSpec
 from tierkv.part import Part
@@ -33,7 +34,6 @@ from tierkv_codecs.kvtc_stream import (
     coarsened,
 )
 
-FORMAT = 3
 CODEC_ID = 6
 MOST_LEVELS = 8
 GRADES = 4
@@ -292,8 +292,10 @@ def unpack(data: bytes, name: str = "artifact") -> Artifact:
         size = int.from_bytes(data[:8], "little")
         text = msgspec.json.decode(data[8 : 8 + size])["__metadata__"]["tierkv.kvtc"]
         number = msgspec.json.decode(text)["format"]
-        if number != FORMAT:
-            raise incompatible(f"{name} has artifact format {number}; this version reads {FORMAT}")
+        if number != ARTIFACT_FORMAT:
+            raise incompatible(
+                f"{name} has artifact format {number}; this version reads {ARTIFACT_FORMAT}"
+            )
         header = msgspec.json.decode(text, type=ArtifactHeader)
         tensors = load(data)
         sides = _sides(tensors, header)

@@ -101,7 +101,7 @@ class PrefixCache:
         refuse_unsafe(model, self.identity, extras)
         for name in profiles:
             profile_of(name)
-        self._artifacts = tuple(codecs.named(name).artifact for name in profiles)
+        self._artifacts = codecs.artifacts(profiles)
         self.part = Part.whole(self.identity, 0)
         self.edge = Edge()
         self.cost = PrefillCost()

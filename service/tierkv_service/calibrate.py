@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
+from tierkv.codec import ARTIFACT_FORMAT
 from tierkv.errors import invalid
 from tierkv_codecs.kvtc_artifact import (
     ANCHOR,
-    FORMAT,
     MOST_LEVELS,
     USUAL,
     Artifact,
@@ -76,7 +76,7 @@ def make(order: Order, on_step: Callable[[str, float], None]) -> Made:
     rows = capture(subject, sequences, on_step)
     del subject  # the model's memory is wanted for the basis
     header = ArtifactHeader(
-        format=FORMAT,
+        format=ARTIFACT_FORMAT,
         model=identity.model,
         weights=identity.weights,
         part=tuple(part),

@@ -28,6 +28,7 @@ from tierkv.codec import Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.identity import Identity, to_wire
 from tierkv.tiers.host import aligned
+from tierkv_service.calibrations import Calibration
 from tierkv_service.session import ArenaFile
 
 NICE = 10
@@ -45,29 +46,37 @@ _log = logging.getLogger("tierkv.codecs")
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The first message to a worker: descriptors that it inherits, and the sidecar's socket."""
+    """The first message to a worker: descriptors that it inherits, and the sidecar's socket.
+
+    `artifacts` are files with the digests that they had when the sidecar started.
+    """
 
     arena: int
     arena_bytes: int
     out: int
     socket_path: str
+    artifacts: tuple[tuple[str, bytes], ...] = ()
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A frame, as (offset, bytes) in the arena, and the profile that its block is wanted in."""
+    """A frame, as (offset, bytes) in the arena, and the profile that its block is wanted in.
+
+    `artifact` is the digest of the calibration that the profile needs.
+    """
 
     identity: bytes
     runs: tuple[tuple[int, int], ...]
     profile: str
+    artifact: bytes = frame.NO_ARTIFACT
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Bytes of the payload, which is at the start of the memory file; 0: it cannot be made.
+    """Bytes of the payload's segments, which are at the start of the memory file.
 
-    The first answer only says that the worker is ready.
+    None: it cannot be made. The first answer only says that the worker is ready.
     """
 
-    length: int = 0
+    segments: tuple[int, ...] = ()
 
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
@@ -98,7 +107,7 @@ def _take(sock: socket.socket, count: int, end: float | None) -> bytes:
 
 def possible() -> bool:
     """Return whether what a worker needs is installed."""
-    return all(map(importlib.util.find_spec, ("torch", "numba")))
+    return all(map(importlib.util.find_spec, ("torch", "numba", "safetensors")))
 
 
 class CodecProcess:
@@ -107,6 +116,7 @@ class CodecProcess:
     Args:
         arena: where the frames are.
         path: the sidecar's socket.
+        calibrations: by which it encodes.
         command: that runs a worker.
     """
 
@@ -114,10 +124,13 @@ class CodecProcess:
         self,
         arena: ArenaFile,
         path: Path,
+        calibrations: Sequence[Calibration] = (),
         command: Sequence[str] = (sys.executable, "-P", "-m", "tierkv_service.codec_worker"),
     ) -> None:
         self._arena = arena
         self._path = path
+        self._calibrations = tuple(calibrations)
+        self.artifacts = frozenset({frame.NO_ARTIFACT, *(one.digest for one in calibrations)})
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -133,6 +146,8 @@ class CodecProcess:
         """See `tierkv.encoder.Encoder`."""
         process, wait_s = self._process, self._again - time.monotonic()
         done = f"{self._encoded} blocks, {self._started} starts"
+        for one in self._calibrations:
+            done += f", artifact {one.digest.hex()[:8]} of {one.model}"
         if process is not None:
             return f"pid {process.pid}, {done}"
         return f"down for {wait_s:.0f} s, {done}" if wait_s > 0 else f"not started, {done}"
@@ -143,15 +158,18 @@ class CodecProcess:
         header: frame.Header,
         runs: Sequence[tuple[int, int]],
         profile: Profile,
+        artifact: bytes,
     ) -> Encoded | Lost:
         """See `tierkv.encoder.Encoder`."""
-        job = Job(identity=to_wire(identity), runs=tuple(runs), profile=profile.name)
+        job = Job(
+            identity=to_wire(identity), runs=tuple(runs), profile=profile.name, artifact=artifact
+        )
         with self._guard:
             sock = self._sock or self._start()
             if sock is None:
                 return Lost.DOWN
             try:
-                made = self._ask(sock, job, frame.payload_bound(header.raw_bytes))
+                made = self._ask(sock, job, profile, frame.payload_bound(header.raw_bytes))
             except (OSError, msgspec.MsgspecError) as error:
                 self._end(f"failed at a block: {error}")
                 return Lost.FAILED
@@ -170,20 +188,21 @@ class CodecProcess:
         with self._guard:
             self._end("is not needed any more")
 
-    def _ask(self, sock: socket.socket, job: Job, most: int) -> Encoded | None:
+    def _ask(self, sock: socket.socket, job: Job, profile: Profile, most: int) -> Encoded | None:
         """Return what the worker makes of a frame. Raises: OSError, MsgspecError: it failed."""
         sock.settimeout(JOB_S)
         send(sock, job)
-        length = msgspec.msgpack.decode(receive(sock, JOB_S), type=Answer).length
-        if not 0 <= length <= most:
-            raise OSError(f"a payload of {length} bytes")
-        if not length:
+        segments = msgspec.msgpack.decode(receive(sock, JOB_S), type=Answer).segments
+        if not segments:
             return None
-        start = frame.header_bytes(1)
+        length, count = sum(segments), max(profile.levels, 1)
+        if len(segments) != count or min(segments) <= 0 or length > most:
+            raise OSError(f"a payload of segments of {segments[:count]} bytes")
+        start = frame.header_bytes(profile.segments)
         memory = aligned(start + length)
         if os.preadv(self._out, [memory[start : start + length]], 0) != length:
             raise OSError("the payload is not there")
-        return Encoded(memory, start + length)
+        return Encoded(memory, (*segments, *(0,) * (profile.segments - count)))
 
     def _start(self) -> socket.socket | None:
         """Start a worker and wait until it is ready; returns None when there is none now."""
@@ -208,6 +227,7 @@ class CodecProcess:
                 arena_bytes=self._arena.nbytes,
                 out=self._out,
                 socket_path=str(self._path),
+                artifacts=tuple((str(one.path), one.digest) for one in self._calibrations),
             )
             send(ours, order)
             msgspec.msgpack.decode(receive(ours, START_S), type=Answer)

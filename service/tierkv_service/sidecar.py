@@ -29,6 +29,7 @@ from tierkv.settings import HttpSettings, Settings, SocketSettings, socket_path
 from tierkv.stat import from_wire
 from tierkv_connectors.private import Order
 from tierkv_service import codec_process, http
+from tierkv_service.calibrations import calibrations_of
 from tierkv_service.codec_process import CodecProcess
 from tierkv_service.locks import Locks
 from tierkv_service.loop import Loop, on_signals
@@ -60,6 +61,12 @@ def run(settings: Settings, *, parent: int = 0, record: Path | None = None) -> i
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     path = socket_path(settings)
     gate = named(settings.store.gate)  # a broken one ends it before anything starts
+    calibrations = calibrations_of(settings, gate)
+    if calibrations and not codec_process.possible():
+        raise unavailable(
+            "[store] artifacts need the codec worker: install tierkv-sidecar[codecs], or take them"
+            " out"
+        )
     with contextlib.ExitStack() as ends:
         locks = Locks(path, settings.socket)
         ends.callback(locks.close)
@@ -71,7 +78,7 @@ def run(settings: Settings, *, parent: int = 0, record: Path | None = None) -> i
         store = TierKV.open(settings, gate, Recorder(record) if record else None)
         ends.callback(store.close, settings.store.grace_s)
         if codec_process.possible() and (settings.nvme or settings.redis):
-            codecs = CodecProcess(store.host, path)
+            codecs = CodecProcess(store.host, path, calibrations)
             ends.callback(codecs.close)
             store.encode_with(codecs)
         serve(store, store.host, locks, settings.socket, parent=parent, pages=pages)

@@ -5,7 +5,7 @@ What is served is then what was put, or what a lawful Move makes of it, at the c
 
 import hashlib
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import Any, ClassVar
 
 from hypothesis import settings
@@ -29,7 +29,7 @@ from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame, lineage
 from tierkv.catalog import READY
 from tierkv.client import Written
-from tierkv.codec import BY_NUMBER, KVTC, Profile
+from tierkv.codec import BY_NUMBER, KVTC, PROFILES, Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
@@ -60,35 +60,47 @@ GATE = Gate(
 CUTS = st.sampled_from([(700, 5000, PAGE, PAGE), (PAGE, 10, 10, 10), (10, PAGE, PAGE, 10)])
 
 
+def kept(nbytes: int, profile: Profile) -> list[int]:
+    """Return where the segments end of what `Halves` makes: the finer, the nearer to half."""
+    if not profile.levels:
+        return [nbytes // 2]
+    return [nbytes * level // 8 for level in range(1, profile.levels + 1)]
+
+
 class Halves(InProcess):
-    """Keeps half of what it gets, whatever the profile."""
+    """Keeps half of what it gets, or less, by the level."""
 
     def encode(
         self, identity: Identity, header: frame.Header, runs: Sequence[tuple[int, int]],
-        profile: Profile,
+        profile: Profile, artifact: bytes,
     ) -> Encoded | Lost:  # fmt: skip
+        assert artifact == (ARTIFACT if profile.levels else frame.NO_ARTIFACT)
         data = b"".join(self.payload(header, runs))
-        start = frame.header_bytes(1)
-        memory = aligned(start + len(data) // 2)
-        memory[start : start + len(data) // 2] = data[: len(data) // 2]
-        return Encoded(memory, start + len(data) // 2)
+        ends, start = kept(len(data), profile), frame.header_bytes(profile.segments)
+        segments = [end - before for before, end in pairwise([0, *ends])]
+        memory = aligned(start + ends[-1])
+        memory[start : start + ends[-1]] = data[: ends[-1]]
+        return Encoded(memory, (*segments, *(0,) * (profile.segments - len(segments))))
 
 
 class MovesMachine(StoreMachine):
     """Blocks of a progressive codec, exact ones that may be encoded again, and Moves."""
 
-    put_fields: ClassVar[dict[str, Any]] = {"family": FAMILY}
+    put_fields: ClassVar[dict[str, Any]] = {
+        "family": FAMILY, "artifacts": (frame.NO_ARTIFACT, ARTIFACT),
+    }  # fmt: skip
 
     def open_rig(self, **fields: Any) -> Rig:
         rig = Rig(PAGES, [self.open_tier()], gate=GATE, **fields)
-        rig.store.encode_with(Halves(rig.host.view))
+        rig.store.encode_with(Halves(rig.host.view, [ARTIFACT]))
         rig.store.introduce(1, calls.IdentityCall(identity=to_wire(IDENTITY)))
         return rig
 
     def committed(self, space: str, unit: Unit, fidelity: int, data: bytes) -> None:
         super().committed(space, unit, fidelity, data)
-        if fidelity < Fidelity.EXACT:
-            self.model.add(space, unit, (min(fidelity, CLASSES["int8"]), data[: len(data) // 2]))
+        for name, measured in CLASSES.items() if fidelity < Fidelity.EXACT else ():
+            end = kept(len(data), PROFILES[name])[-1]
+            self.model.add(space, unit, (min(fidelity, measured), data[:end]))
 
     @rule(space=SPACES, session=SESSIONS, blocks=LENGTHS, cuts=CUTS)
     def put_progressive(self, space: str, session: int, blocks: int, cuts: tuple[int, ...]) -> None:

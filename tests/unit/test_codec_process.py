@@ -8,26 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 
-from tests.kvtc_rigs import PART, place_at, text_like
-from tests.move_rigs import IDENTITY, RAW_BYTES, TOKENS
+from tests.kvtc_rigs import PART, artifact, foreign, packed, place_at, text_like
+from tests.move_rigs import IDENTITY, RATIOS, RAW_BYTES, TOKENS, registry
 from tests.sidecars import until
 from tierkv import frame
-from tierkv.codec import FP8, INT4, INT8, LOSSLESS, RAW, Profile
+from tierkv.codec import FP8, INT4, INT8, KVTC, LOSSLESS, RAW, Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
+from tierkv.frame import NO_ARTIFACT
 from tierkv.identity import Identity
 from tierkv.settings import SocketSettings
 from tierkv.tiers.host import HostSettings, HostTier
 from tierkv_codecs import CODECS
 from tierkv_connectors import wire
 from tierkv_service import codec_process
+from tierkv_service.calibrations import Calibration
 from tierkv_service.codec_process import CodecProcess
 from tierkv_service.locks import Locks, holders
 
 FIXED = (LOSSLESS, INT8, INT4, FP8)
+CODECS_OF = registry()
 
 
 class Stored(NamedTuple):
@@ -55,7 +59,7 @@ class Bench:
         header = frame.Header(
             codec_id=RAW.codec_id, flags=0, fidelity=Fidelity.EXACT, tokens=TOKENS, position=TOKENS,
             generation=0, fingerprint=IDENTITY.fingerprint, key=bytes(32), namespace=bytes(16),
-            artifact=frame.NO_ARTIFACT, part=PART, raw_bytes=RAW_BYTES, epoch=self.host.epoch,
+            artifact=NO_ARTIFACT, part=PART, raw_bytes=RAW_BYTES, epoch=self.host.epoch,
             segments=(RAW_BYTES,), checksums=(),
         )  # fmt: skip
         data = frame.pack(header).ljust(start, b"\0") + block.view(torch.uint8).numpy().tobytes()
@@ -69,8 +73,10 @@ class Bench:
             runs.append((at, half))
         return Stored(block, header, runs)
 
-    def encode(self, stored: Stored, profile: Profile) -> Encoded | Lost:
-        return self.codecs.encode(IDENTITY, stored.header, stored.runs, profile)
+    def encode(
+        self, stored: Stored, profile: Profile, artifact: bytes = NO_ARTIFACT
+    ) -> Encoded | Lost:
+        return self.codecs.encode(IDENTITY, stored.header, stored.runs, profile, artifact)
 
     @property
     def pid(self) -> int:
@@ -103,6 +109,66 @@ def check(made: Encoded | Lost, block: torch.Tensor, profile: Profile) -> None:
     assert data == payload(block, profile)
 
 
+CALIBRATED = artifact(RATIOS)
+
+
+@pytest.fixture
+def calibrated(bench: Bench, tmp_path: Path) -> Calibration:
+    """The artifact as a file, by which the bench's worker encodes."""
+    path = tmp_path / "artifact.kvtc"
+    path.write_bytes(packed(CALIBRATED))
+    one = Calibration(path, CALIBRATED.digest, "synthetic")
+    bench.codecs.close()
+    bench.codecs = CodecProcess(bench.host, bench.path, [one])
+    return one
+
+
+def test_a_worker_makes_the_bytes_that_an_artifact_makes(
+    bench: Bench, calibrated: Calibration
+) -> None:
+    stored = bench.store(text_like(TOKENS, 1, TOKENS))
+    assert bench.codecs.artifacts == {NO_ARTIFACT, calibrated.digest}
+    assert calibrated.digest.hex()[:8] in bench.codecs.state
+    for profile in KVTC:
+        codec = CODECS_OF.named(profile.name)
+        out = torch.empty(codec.bound(RAW_BYTES), dtype=torch.uint8)
+        segments = codec.encode(stored.block, out, place_at(TOKENS))
+        made = bench.encode(stored, profile, calibrated.digest)
+        assert isinstance(made, Encoded)
+        assert made.segments == (*segments, *(0,) * (4 - profile.levels))
+        data = bytes(made.memory[frame.header_bytes(4) : made.nbytes])
+        assert data == out[: sum(segments)].numpy().tobytes()
+    check(bench.encode(stored, INT8), stored.block, INT8)
+    assert bench.codecs.state.startswith(f"pid {bench.pid}, 5 blocks, 1 starts")
+
+
+def test_what_an_artifact_does_not_fit_is_refused_and_the_worker_stays(
+    bench: Bench, calibrated: Calibration
+) -> None:
+    strange = bench.store(foreign(TOKENS, 3))
+    assert bench.encode(strange, KVTC[0], calibrated.digest) is Lost.REFUSED
+    stored = bench.store(text_like(TOKENS, 1, TOKENS))
+    other = msgspec.structs.replace(IDENTITY, weights="others")
+    made = bench.codecs.encode(other, stored.header, stored.runs, KVTC[0], calibrated.digest)
+    assert made is Lost.REFUSED
+    assert bench.encode(stored, KVTC[0], bytes(31) + b"\1") is Lost.REFUSED
+    check(bench.encode(strange, INT8), strange.block, INT8)
+    assert bench.codecs.state.startswith(f"pid {bench.pid}, 1 blocks, 1 starts")
+
+
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_an_artifact_that_is_not_what_it_was_is_not_used(
+    bench: Bench, calibrated: Calibration, how: str
+) -> None:
+    if how == "gone":
+        calibrated.path.unlink()
+    else:
+        calibrated.path.write_bytes(packed(CALIBRATED, model="another"))
+    stored = bench.store(text_like(TOKENS, 1, TOKENS))
+    assert bench.encode(stored, KVTC[0], calibrated.digest) is Lost.REFUSED
+    check(bench.encode(stored, INT8), stored.block, INT8)
+
+
 def test_a_worker_makes_the_bytes_that_the_codec_makes(bench: Bench) -> None:
     assert bench.codecs.state.startswith("not started")
     blocks = [bench.store(text_like(TOKENS, seed, TOKENS)) for seed in range(3)]
@@ -123,7 +189,7 @@ def test_a_block_that_a_codec_cannot_take_is_refused_and_the_worker_stays(bench:
         model="other", weights="0", kv_dtype="fp32", tokens_per_block=TOKENS, layers=IDENTITY.layers
     )
     stored = bench.store(sound)
-    assert bench.codecs.encode(other, stored.header, stored.runs, INT8) is Lost.REFUSED
+    assert bench.codecs.encode(other, stored.header, stored.runs, INT8, NO_ARTIFACT) is Lost.REFUSED
     check(bench.encode(stored, INT8), sound, INT8)
     assert bench.codecs.state.endswith("1 starts")
 
@@ -159,7 +225,7 @@ def take():
 def say(data):
     sock.sendall(struct.pack("<I", len(data)) + data)
 order = take()
-say(msgspec.msgpack.encode([0]))
+say(msgspec.msgpack.encode([[]]))
 take()
 say({answer})
 sock.recv(1)
@@ -169,15 +235,17 @@ sock.recv(1)
 @pytest.mark.parametrize(
     "answer",
     [
-        "msgspec.msgpack.encode([1 << 40])", "msgspec.msgpack.encode([-1])", "b'rubbish'",
-        "msgspec.msgpack.encode([4096])", "msgspec.msgpack.encode(['many'])",
+        "msgspec.msgpack.encode([[1 << 40]])", "msgspec.msgpack.encode([[-1]])", "b'rubbish'",
+        "msgspec.msgpack.encode([[4096]])", "msgspec.msgpack.encode([['many']])",
+        "msgspec.msgpack.encode([[10, 10]])", "msgspec.msgpack.encode([5])",
     ],
-    ids=["too long", "negative", "no message", "nothing there", "no number"],
+    ids=["too long", "negative", "no message", "nothing there", "no number", "two segments",
+         "no segments"],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_ends_the_worker(bench: Bench, answer: str) -> None:
     program = LIAR.replace("{answer}", answer)
     bench.codecs.close()
-    bench.codecs = CodecProcess(bench.host, bench.path, [sys.executable, "-c", program])
+    bench.codecs = CodecProcess(bench.host, bench.path, command=[sys.executable, "-c", program])
     stored = bench.store(text_like(TOKENS, 1, TOKENS))
     assert bench.encode(stored, INT8) is Lost.FAILED
     assert bench.encode(stored, INT8) is Lost.DOWN
@@ -188,7 +256,9 @@ def test_one_that_never_starts_is_tried_less_and_less(
 ) -> None:
     monkeypatch.setattr(codec_process, "MIN_PAUSE_S", 0.01)
     bench.codecs.close()
-    bench.codecs = CodecProcess(bench.host, bench.path, [sys.executable, "-c", "raise SystemExit"])
+    bench.codecs = CodecProcess(
+        bench.host, bench.path, command=[sys.executable, "-c", "raise SystemExit"]
+    )
     stored = bench.store(text_like(TOKENS, 1, TOKENS))
     begun = time.monotonic()
     while time.monotonic() - begun < 1.5:

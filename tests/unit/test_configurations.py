@@ -120,3 +120,19 @@ def test_a_plain_copy_stands_beside_a_progressive_one_where_it_can(known: Config
             assert known.progressive[step]
     only = Configurations([RAW, INT8], RATES)
     assert len([step for step in only.stores(np.array([0]), at_hand=True)[0] if step > 0]) == 4
+
+
+def test_an_exact_copy_becomes_progressive_on_its_way_down_where_somebody_encodes(
+    known: Configurations,
+) -> None:
+    does = Configurations([RAW, LOSSLESS, INT8, INT4, *KVTC], RATES, encodes_down=True)
+    for name, found in (("raw", 3), ("lossless", 3), ("int8", 0), ("kvtc9", 0)):
+        start = np.array([does.named(0, name)])
+        old, new = (set(one.relief(0, start)[0].tolist()) - {ABSENT} for one in (known, does))
+        assert old < new if found else old == new
+        assert {does.named(1, one.name) for one in KVTC} & (new - old) == new - old
+        assert len(new - old) == found
+    both = does.named(0, "raw") + does.named(1, "kvtc18")
+    steps = does.relief(0, np.array([both]))[0].tolist()
+    assert does.named(1, "kvtc9") in steps
+    assert does.named(1, "kvtc36") not in steps, "what is there is finer"

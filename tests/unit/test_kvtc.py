@@ -11,12 +11,23 @@ import msgspec
 import pytest
 import torch
 
-from tests.kvtc_rigs import DIM, LAYERS, PART, RATIOS, SPEC, artifact, foreign, place_at, text_like
+from tests.kvtc_rigs import (
+    DIM,
+    LAYERS,
+    PART,
+    RATIOS,
+    SPEC,
+    artifact,
+    foreign,
+    packed,
+    place_at,
+    text_like,
+)
 from tierkv.errors import ErrorKind, TierKVError
 from tierkv.identity import Identity
 from tierkv_codecs.codec import CodecError, Place, Unsuited
 from tierkv_codecs.kvtc import Kvtc, codecs_of
-from tierkv_codecs.kvtc_artifact import Artifact, pack, unpack
+from tierkv_codecs.kvtc_artifact import pack, unpack
 from tierkv_codecs.tensors import bits_of
 
 POSITION = 512
@@ -54,10 +65,6 @@ def decoded(
     out = torch.full_like(like, float("nan"))
     codec.decode(payload, segments, out, place)
     return out
-
-
-def packed(of: Artifact) -> bytes:
-    return pack(of.header, of.sides, of.drift, of.heed, of.anchors)
 
 
 def error(found: torch.Tensor, block: torch.Tensor) -> float:

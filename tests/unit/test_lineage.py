@@ -9,10 +9,12 @@ from tierkv import lineage, planner
 from tierkv.allowance import Allowed
 from tierkv.catalog import Catalog, Unit
 from tierkv.codec import BY_NUMBER, INT4, INT8, KVTC, LOSSLESS, RAW, Profile
+from tierkv.frame import NO_ARTIFACT
 from tierkv.plan import Kind, Move, drops
 from tierkv.policies.lru import Lru
 
 PAGE = 4096
+ARTIFACT = bytes([7]) * 32
 KVTC4, KVTC8, KVTC16, KVTC32 = KVTC
 ENDS = {"end1": 900, "end2": 5000, "end3": 9000}
 
@@ -23,8 +25,11 @@ def catalog(
     """One placement of a profile in each tier of three."""
     made = Catalog(["host", "nvme", "redis"])
     made.part_number(WHOLE)
-    made.encodes = True
-    number = made.allowances.number({one.number: Allowed(2, 0.1) for one in allowed if one.lossy})
+    made.let_encode([NO_ARTIFACT, ARTIFACT])
+    artifacts = {one.number: ARTIFACT if one.levels else NO_ARTIFACT for one in allowed}
+    number = made.allowances.number(
+        {one.number: Allowed(2, 0.1, artifacts[one.number]) for one in allowed if one.lossy}
+    )
     ends = ENDS if profile.levels == 4 else {}
     unit = Unit(key_of(1), 0, profile.number, 2, 0, 16_000, 4 * PAGE, 0, 0, 0, 0, number, **ends)
     for tier in 0, 1, 2:
@@ -43,7 +48,7 @@ def test_no_lossy_copy_is_ever_encoded_from_a_lossy_one() -> None:
     ("old", "new"),
     [
         (RAW, LOSSLESS), (RAW, INT8), (RAW, INT4), (LOSSLESS, INT8), (RAW, RAW), (INT8, INT8),
-        (KVTC4, KVTC8), (KVTC4, KVTC16), (KVTC4, KVTC32),
+        (KVTC4, KVTC8), (KVTC4, KVTC16), (KVTC4, KVTC32), (RAW, KVTC4), (LOSSLESS, KVTC32),
     ],
     ids=lambda one: one.name,
 )  # fmt: skip
@@ -54,7 +59,7 @@ def test_what_may_be_made(old: Profile, new: Profile) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (LOSSLESS, RAW), (RAW, KVTC8), (KVTC8, KVTC4), (INT8, INT4), (INT8, LOSSLESS),
+        (LOSSLESS, RAW), (INT8, KVTC8), (KVTC8, KVTC4), (INT8, INT4), (INT8, LOSSLESS),
         (KVTC4, INT8), (KVTC8, KVTC32),
     ],
     ids=lambda one: one.name,
@@ -74,10 +79,28 @@ def test_nothing_is_made_that_the_gate_does_not_allow() -> None:
 
 def test_nothing_is_encoded_where_nobody_can() -> None:
     made = catalog(RAW)
-    made.encodes = False
+    made.let_encode([])
     assert lineage.makes(made, 0, RAW.number)
     assert not lineage.makes(made, 0, INT8.number)
     assert not lineage.makes(made, 0, LOSSLESS.number)
+
+
+def test_only_who_has_the_artifact_that_was_measured_encodes_by_it() -> None:
+    made = catalog(RAW)
+    for artifacts in ([NO_ARTIFACT], [NO_ARTIFACT, bytes([9]) * 32]):
+        made.let_encode(artifacts)
+        assert lineage.makes(made, 0, INT8.number)
+        assert not any(lineage.makes(made, 0, one.number) for one in KVTC)
+
+
+def test_what_could_not_be_encoded_may_take_what_is_left() -> None:
+    made = catalog(RAW)
+    made.restate(0, fixed=lineage.NO_CALIBRATED)
+    assert lineage.makes(made, 0, INT8.number)
+    assert not lineage.makes(made, 0, KVTC8.number)
+    made.restate(0, fixed=lineage.NOTHING)
+    assert not lineage.makes(made, 0, INT8.number)
+    assert lineage.makes(made, 0, RAW.number)
 
 
 def test_a_profile_nobody_knows_is_only_dropped() -> None:

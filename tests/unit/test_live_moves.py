@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -23,12 +24,14 @@ from tests.live import Live
 from tests.move_rigs import EVERY, class_of
 from tests.sidecars import Process
 from tests.stores import chain
+from tierkv import frame
 from tierkv.codec import BY_CODEC_ID, BY_LEVELS, PROFILES
 from tierkv.explain import Copy
 from tierkv.fidelity import Fidelity
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 
 SESSIONS, BLOCKS = 24, 4
+PUTS = "kvtc@4x", "raw"
 GRANULE = {"host": 16 << 10, "nvme": 4096}
 HANGS_S = 4.0
 BEFORE = f"""
@@ -56,7 +59,7 @@ def ask(live: Live, session: int) -> None:
     keys = chain(session, BLOCKS)
     live.sessions.add(session)
     live.get(keys)
-    live.put(keys, "raw" if session % 2 else "kvtc@4x")
+    live.put(keys, live.puts[session % len(live.puts)])
 
 
 def press(live: Live, *names: str, more: int = 3, timeout_s: float = 100.0) -> float:
@@ -82,12 +85,12 @@ def copies_of(live: Live) -> Copies:
 
 @pytest.mark.timeout(300)
 def test_what_leaves_ram_comes_back_and_every_byte_is_accounted_for(process: Process) -> None:
-    live = Live(process.path)
+    live = Live(process.path, *PUTS)
     press(live, "encoded", "demoted", "downgraded", "promoted")
     copies = accounted(process, live)
     lossy = [one for some in copies.values() for one in some if one.tier == "nvme"]
     assert {"int8", "int4"} & {one.profile for one in lossy}, "nothing went down encoded again"
-    found_again(process, live)
+    found_again(process, live, 16 << 20)
     process.start(before=BEFORE)
     again = Live(process.path)
     again.stored = live.stored
@@ -137,16 +140,16 @@ def contents(live: Live, session: int) -> list[str]:
     return profiles
 
 
-def found_again(process: Process, live: Live) -> None:
+def found_again(process: Process, live: Live, nvme_bytes: int) -> None:
     """Kill the sidecar; assert that its file has the frames that it said were there."""
     copies = copies_of(live)
     live.settle()
     process.kill()
     folder = process.path.parent / "nvme"
-    assert (folder / "tierkv.log").stat().st_size <= 16 << 20
+    assert (folder / "tierkv.log").stat().st_size <= nvme_bytes
     tier = NvmeTier(
         NvmeSettings(
-            path=str(folder), size_bytes=16 << 20, region_bytes=1 << 20, free_floor_bytes=0
+            path=str(folder), size_bytes=nvme_bytes, region_bytes=1 << 20, free_floor_bytes=0
         )
     )  # fmt: skip
     try:
@@ -156,13 +159,26 @@ def found_again(process: Process, live: Live) -> None:
     for key, some in copies.items():
         for one in some:
             if one.tier == "nvme":
-                assert found[key]["nbytes"] == one.nbytes
-                assert found[key]["codec_id"] == PROFILES[one.profile].codec_id
+                assert one.nbytes == prefix_bytes(folder / "tierkv.log", found[key], one)
+
+
+def prefix_bytes(log: Path, row: np.void, one: Copy) -> int:
+    """Return the bytes of a copy's frame in the file, up to its profile's last segment."""
+    with log.open("rb") as file:
+        file.seek(int(row["locator"]))
+        header = frame.parse(file.read(frame.MAX_HEADER_BYTES))
+    assert isinstance(header, frame.Header)
+    assert header.frame_bytes == row["nbytes"]
+    profile = PROFILES[one.profile]
+    assert header.codec_id == row["codec_id"] == profile.codec_id
+    count = profile.levels or 1
+    assert all(header.segments[:count])
+    return header.header_bytes + sum(header.segments[:count])
 
 
 @pytest.mark.timeout(300)
 def test_a_worker_that_hangs_delays_nobody_and_is_replaced(process: Process) -> None:
-    live = Live(process.path)
+    live = Live(process.path, *PUTS)
     press(live, "encoded")
     first = worker_of(live)
     os.kill(first, signal.SIGSTOP)

@@ -325,6 +325,56 @@ def test_what_could_not_be_encoded_is_not_chosen_again(opened: Logs) -> None:
     assert len(again) == 2
 
 
+def test_an_exact_block_goes_down_as_kvtc_and_is_cut_there(opened: Logs) -> None:
+    rig = MoveRig([opened()])
+    rig.encode()
+    blocks = rig.put_blocks(KEYS, "raw")
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "kvtc@4x")
+    rig.relieve()
+    rig.inline.drain()
+    finest = rig.codecs.named("kvtc@4x")
+    made = []
+    for one in blocks:
+        out = torch.empty(finest.bound(RAW_BYTES), dtype=torch.uint8)
+        segments = finest.encode(one.block, out, place_at(one.position))
+        payload = out[: sum(segments)].numpy().tobytes()
+        made.append(one._replace(payload=payload, segments=segments, codec=finest))
+    assert used(rig, RAM) == 0
+    for levels, name in ((4, "kvtc@4x"), (3, "kvtc@8x"), (1, "kvtc@32x")):
+        if levels < 4:
+            rig.order(Kind.DOWNGRADE, KEYS, NVME, NVME, name)
+            rig.store._moves.relieve(NVME, 1 << 30)
+        rows = [rig.row(key, NVME) for key in KEYS]
+        assert {PROFILES[name].number} == {rig.catalog.profile[row] for row in rows}
+        assert [rig.catalog.nbytes[row] for row in rows] == [cut_bytes(m, levels) for m in made]
+        assert used(rig, NVME) == sum(paged(cut_bytes(one, levels), ALIGN) for one in made)
+        assert {rig.catalog.fidelity[row] for row in rows} == {class_of(name)}
+    found = rig.get_blocks(KEYS)
+    for one, (header, block) in zip(made, found, strict=True):
+        assert header.artifact == finest.artifact
+        assert torch.equal(block, rig.prefix_of(one, 1))
+    assert rig.get_blocks(KEYS, Fidelity.NEAR_LOSSLESS) == []
+
+
+def test_what_no_calibration_fits_goes_down_otherwise(
+    opened: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = MoveRig([opened()])
+    rig.encode()
+    rig.put_blocks(KEYS, "raw")
+    monkeypatch.setattr("tests.move_rigs.registry", lambda: CODECS)
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "kvtc@8x")
+    rig.relieve()
+    rig.inline.drain()
+    rows = [rig.row(key, RAM) for key in KEYS]
+    assert rig.count("encode_refused") == 2
+    assert not any(lineage.makes(rig.catalog, row, PROFILES["kvtc@8x"].number) for row in rows)
+    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
+    rig.relieve()
+    rig.inline.drain()
+    assert {rig.catalog.profile[rig.row(key, NVME)] for key in KEYS} == {INT8.number}
+
+
 class Counting(Commanded):
     """Counts how often it was asked for what takes I/O."""
 

@@ -12,7 +12,7 @@ from tests.stores import Rig, chain
 from tests.unit.test_gate import domain, entry
 from tierkv import codec, frame, gate, identity
 from tierkv.cache import TierKV
-from tierkv.codec import Profile
+from tierkv.codec import KVTC, Profile
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
@@ -233,6 +233,24 @@ def test_what_stands_on_a_lossy_prefix_promises_no_more_than_that(open_rig: Any)
     of_raw = (1, ECONOMY, frame.DERIVED)
     assert stamped(one, chain(2, 2), profiles=("raw",), **derived) == [of_raw] * 2
     assert one.read(chain(2, 2), fidelity=int(SAFE)) == []
+
+
+def test_what_a_block_may_become_names_the_artifact_that_its_client_decodes(open_rig: Any) -> None:
+    keys, known = chain(1, 2), bytes([5]) * 32
+    offers = Offers(gate_of(*(measured(one.name, artifact=known.hex()) for one in KVTC)))
+    rig = open_rig(None)
+
+    def allowance(*artifacts: bytes) -> dict[int, bytes]:
+        call = rig.put_call(keys, **offered(profiles=("raw",), artifacts=artifacts))
+        assert [one.profile.name for one in offers.allowed(call)] == ["raw"]
+        return {number: one.artifact for number, one in offers.allowance(call).items()}
+
+    assert allowance(frame.NO_ARTIFACT, known) == {one.number: known for one in KVTC}
+    assert allowance() == {}, "who does not decode it cannot read it"
+    assert allowance(frame.NO_ARTIFACT, bytes([6]) * 32) == {}
+    assert allowance(frame.NO_ARTIFACT, known, bytes([6]) * 32) == {}, "which one?"
+    with pytest.raises(TierKVError, match="32 bytes"):
+        allowance(frame.NO_ARTIFACT, b"short")
 
 
 def test_reasons_are_bounded(open_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,11 @@ class _Rows:
 class Configurations:
     """Sets of copies over tiers, nearest first, in forms of two families, each from fine to coarse.
 
+    Args:
+        forms: of both families.
+        rates: of each tier.
+        encodes_down: whether an exact plain copy may become a progressive one on its way down.
+
     Attributes:
         seconds: float64 by number: seconds to load a raw byte from the best copy; infinity for 0.
         stored: float64 (numbers, tiers): stored bytes in each tier for a raw byte.
@@ -70,7 +75,10 @@ class Configurations:
         kl: float64 by number: loss of the coarsest copy, in nats.
     """
 
-    def __init__(self, forms: Sequence[Form], rates: Sequence[Rates]) -> None:
+    def __init__(
+        self, forms: Sequence[Form], rates: Sequence[Rates], *, encodes_down: bool = False
+    ) -> None:
+        self._encodes_down = encodes_down
         self.families = [
             sorted((f for f in forms if f.progressive == family), key=lambda form: form.ratio)
             for family in (False, True)
@@ -138,7 +146,8 @@ class Configurations:
         """Return what takes fewer bytes in a tier: (len(numbers), steps), ABSENT where no more.
 
         A copy there is dropped, made coarser in place, or moved to a lower tier, as it is or
-        coarser. Coarser is made by truncation, or of an exact copy.
+        coarser. Coarser is made by truncation, or of an exact copy, which becomes progressive where
+        somebody encodes on the way down.
         """
         return self._relief[tier].of(numbers, lambda number: self._relieved(tier, number))
 
@@ -152,7 +161,8 @@ class Configurations:
         return self._stores[at_hand].of(numbers, lambda one: self._stored_more(int(at_hand), one))
 
     def _most_relief(self) -> int:
-        return sum(
+        more = (self.tiers - 1) * len(self.families[PROGRESSIVE]) * self._encodes_down
+        return more + sum(
             1 + max(0, len(forms) - 1) + (self.tiers - 1) * len(forms) for forms in self.families
         )
 
@@ -174,9 +184,16 @@ class Configurations:
             for new in coarser:
                 if new > digit:
                     yield without + new * self._weights[slot]
-                for lower in range(slot + 2, len(digits), 2):
-                    if not digits[lower] or digits[lower] > new:
-                        yield without + (new - digits[lower]) * self._weights[lower]
+                yield from self._lowered(digits, slot + 2, new, without)
+            if self._encodes_down and family == PLAIN and free:
+                for new in range(1, len(self.families[PROGRESSIVE]) + 1):
+                    yield from self._lowered(digits, slot + 3, new, without)
+
+    def _lowered(self, digits: Sequence[int], first: int, new: int, without: int) -> Iterator[int]:
+        """Yield what a copy leaves that moves to each slot from `first` on with none as fine."""
+        for lower in range(first, len(digits), 2):
+            if not digits[lower] or digits[lower] > new:
+                yield without + (new - digits[lower]) * self._weights[lower]
 
     def _stored_more(self, at_hand: int, number: int) -> Iterator[int]:
         digits = self.digits(number)

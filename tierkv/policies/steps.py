@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tierkv.catalog import LEAVING, Catalog
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.cost import Rates
+from tierkv.lineage import encodable
 from tierkv.plan import Kind
 from tierkv.policies.configurations import PLAIN, PROGRESSIVE, Configurations, Form
 
@@ -32,13 +33,12 @@ class Steps:
             Form(one.name, one.ratio, one.decode_bps, float(one.lossy), one.levels > 0)
             for one in PROFILES.values()
         ]
-        self.known = known = Configurations(forms, rates)
+        self.known = known = Configurations(forms, rates, encodes_down=True)
         self._tiers = len(rates)
         names = [form.name for form in known.forms]
         self._bit = {one.number: 1 << names.index(one.name) for one in PROFILES.values()}
         self._profile = [PROFILES[name].number for name in names]
-        self._exact = sum(self._bit[one.number] for one in PROFILES.values() if not one.lossy)
-        self._masks: dict[tuple[int, bool], int] = {}
+        self._masks: dict[tuple[int, int, bool, frozenset[bytes]], int] = {}
         self.alone = [
             {one.number: known.named(tier, one.name) for one in PROFILES.values()}
             for tier in range(self._tiers)
@@ -105,14 +105,18 @@ class Steps:
         return barred
 
     def allowed(self, view: Catalog, row: int) -> int:
-        """Return the forms that may be made of a placement, as bits: cuts where nothing encodes."""
-        encodes = view.encodes and not view.fixed[row]
-        kind = view.allowance[row], encodes
+        """Return the forms that may be made of a placement, as bits: by cuts, or by encoding."""
+        profile = BY_NUMBER.get(view.profile[row])
+        cuts = profile is not None and profile.levels > 0
+        kind = view.allowance[row], view.fixed[row], cuts, view.encodes
         mask = self._masks.get(kind)
         if mask is None:
-            may = [one for one in view.allowed(row) if encodes or BY_NUMBER[one].levels]
-            lossy = sum(self._bit[one] for one in may)
-            mask = self._masks[kind] = lossy | (self._exact if encodes else 0)
+            mask = self._masks[kind] = sum(
+                self._bit[one.number]
+                for one in PROFILES.values()
+                if (one.levels and cuts and one.number in view.allowed(row))
+                or encodable(view, row, one)
+            )
         return mask
 
     def read(self, tier: int, current: int, step: int) -> tuple[Kind, int, int]:

@@ -103,7 +103,7 @@ class Worker(Reports):
         self._device = device
         self._in, self._out = device.lane(kept.raw_bytes), device.lane(kept.raw_bytes)
         self._shelves = Shelves(kept, layouts, self._in, self._out, codecs)
-        self._artifacts = tuple(codecs.named(name).artifact for name in kept.options.profiles)
+        self._artifacts = codecs.artifacts(kept.options.profiles)
         self._saving: list[_Saving] = []
         self._met: Counter[int] = Counter()
         """Store blocks that the lane of loads has read for its load, by their class."""
