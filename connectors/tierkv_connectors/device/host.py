@@ -6,7 +6,8 @@ import torch
 
 from tierkv_connectors.device import Mark
 from tierkv_connectors.device.entered import Entered
-from tierkv_connectors.views import Views, gather, scatter
+from tierkv_connectors.device.turned import copy
+from tierkv_connectors.views import Views, are_whole, halves
 
 
 class HostLane:
@@ -16,12 +17,15 @@ class HostLane:
         """Do nothing: all that was queued is over."""
 
     def gather(self, views: Views, block: torch.Tensor) -> None:
-        """Copy."""
-        gather(views, block)
+        """Do what `views.gather` says."""
+        assert are_whole(views, block), "not a whole block"
+        for tensor, place in halves(views, block):
+            copy(place, tensor)
 
     def scatter(self, block: torch.Tensor, views: Views) -> None:
-        """Copy."""
-        scatter(block, views)
+        """Do what `views.scatter` says."""
+        for tensor, place in halves(views, block):
+            copy(tensor, place)
 
     def hold(self) -> None:
         """Do nothing."""
