@@ -1,10 +1,11 @@
 """What tierkv costs and gives a real vLLM: `python -m bench.vllm [--json] [--requests N]`.
 
 Every engine computes with one OpenMP thread, on the same core: left alone, vLLM reserves two cores
-where there is a connector and one where there is none, and so computes with other threads. CPU
-seconds are those of all processes of an engine, in nanoseconds, until it is idle again; the
-sidecar's are its own. Engines take turns, prompt by prompt, in an order drawn anew. `threads_s` is
-what of them the connector's own threads took, which no noise of the engine hides.
+where there is a connector and one where there is none, and so computes with other threads. None
+waits in a busy loop (`vllm_quiet`). CPU seconds are those of all processes of an engine, in
+nanoseconds, until it is idle again; the sidecar's are its own. Engines take turns, prompt by
+prompt, in an order drawn anew for every two prompts: the second one's is the reverse. `threads_s`
+is what of them the connector's own threads took, which no noise of the engine hides.
 
 cost: prompts that share nothing, beside the same connector with `load` and `save` off, and tierkv
 beside no connector too. Contenders: tierkv; vLLM's bundled example connector, which keeps KV in
@@ -33,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.timing import machine, percentile, spread
-from tests.engines.vllm_engine import BLOCK, Engine
+from bench.vllm_quiet import installed
+from tests.engines.vllm_engine import BLOCK, Engine, environment
 from tests.sidecars import Process
 from tierkv_connectors.models import smollm2
 
@@ -153,7 +155,8 @@ def subject(
     print(f"starting vLLM with {name}", file=sys.stderr, flush=True)
     log = folder / f"{name}.log"
     core = str(max(os.sched_getaffinity(0)))
-    more = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core}
+    path = os.pathsep.join([str(installed(folder)), environment()["PYTHONPATH"]])
+    more = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "PYTHONPATH": path}
     more["TIERKV_BENCH_CALLS"] = str(folder / f"{name} {CALLS}")
     with Engine(model, log, config, more, max_model_len=2 * PROMPT) as engine:
         one = Subject(engine)
@@ -175,11 +178,19 @@ def paired(mine: Sequence[float], others: Sequence[float]) -> dict[str, float]:
 def taken(
     what: str, subjects: Sequence[Subject], asked: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Took]]:
-    """Ask the same of all engines, in an order drawn anew for each; returns what each took."""
-    draw = random.Random(SEED)
+    """Ask the same of all engines, in turns; returns what each took.
+
+    The order is drawn for every two turns and reversed between them, so that what gets slower or
+    faster meanwhile does so for all alike.
+    """
+    draw, order = random.Random(SEED), list(range(len(subjects)))
     took: list[list[Took]] = [[] for _ in subjects]
     for number, prompts in enumerate(asked):
-        for index in draw.sample(range(len(subjects)), len(subjects)):
+        if number % 2:
+            order.reverse()
+        else:
+            draw.shuffle(order)
+        for index in order:
             took[index].append(subjects[index].ask(*prompts))
         _progress(what, number + 1, len(asked))
     assert not any(one.cached for took_by in took for one in took_by), "prompts that share nothing"

@@ -27,7 +27,7 @@ ROOTS = (ROOT, ROOT / "codecs", ROOT / "connectors", ROOT / "service")
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 
 BLOCK = 32  # the least that vLLM's CPU kernels take
-START_S = 300.0
+START_S = 600.0
 CALL_S = 300.0
 LOG_LINES = 60
 
