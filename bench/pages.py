@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class Memory:
 def contenders(memory: Memory, draw: random.Random) -> dict[str, Callable[[], float]]:
     lane, blocks = HostDevice().lane(memory.blocks[0].nbytes), memory.blocks
 
-    def timed(copy: Callable[[Views, int], None]) -> Callable[[], float]:
+    def timed(copy: Callable[[Views, int], object]) -> Callable[[], float]:
         def run() -> float:
             number = draw.randrange(BLOCKS)
             views = memory.views(number)
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    rows = []
+    rows = list[dict[str, Any]]()
     for name, dtype in DTYPES.items():
         for tokens in ENGINE_TOKENS:
             memory = Memory(dtype, tokens)
@@ -90,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for row in rows:
         low, high = row["iqr"]
-        memory = f"{row['dtype']}, {row['engine_tokens']} tokens"
-        print(f"{memory}: {row['what']}: {row['ms']} ms ({low} to {high})")
+        where = f"{row['dtype']}, {row['engine_tokens']} tokens"
+        print(f"{where}: {row['what']}: {row['ms']} ms ({low} to {high})")
     return 0
 
 

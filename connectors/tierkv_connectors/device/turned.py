@@ -5,6 +5,7 @@ vLLM's attention on a CPU keeps the keys of a block and head as [dim, token], a 
 turned in registers, and written row by row. `copy` gives what torch's `copy_` gives.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +93,7 @@ def _pairs(size: int, axes: list[Axis]) -> tuple[int, list[Axis]]:
     return 2 * size, [(count, to // 2, of // 2) for count, to, of in rest]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _square(
+def _typed_square(
     _context: Any,  # noqa: ANN401 -- numba's own types
     element: Any,  # noqa: ANN401
     to: Any,  # noqa: ANN401
@@ -121,6 +121,9 @@ def _square(
             builder.store(one, at(to, to_step, number), align=_ALIGN)
 
     return whole, generate
+
+
+_square: Callable[..., None] = intrinsic(_typed_square)
 
 
 @kernel
