@@ -31,7 +31,7 @@ from tests.vllm_layouts import (
     put_transposed,
 )
 from tierkv.errors import ErrorKind, TierKVError
-from tierkv_connectors.device.host import HostDevice
+from tierkv_connectors.device.host import HostDevice, HostLane
 from tierkv_connectors.views import gather, scatter
 from tierkv_connectors.vllm.layout import Attention, Layout
 from tierkv_connectors.vllm.selftest import attention_of, self_test
@@ -220,8 +220,7 @@ def test_self_test_sees_layers_that_overlap() -> None:
 
 
 def test_self_test_sees_what_scatter_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "tierkv_connectors.device.host.scatter"
-    monkeypatch.setattr(name, lambda block, views: scatter(block.flip(0), views))
+    monkeypatch.setattr(HostLane, "scatter", lambda _, block, views: scatter(block.flip(0), views))
     with pytest.raises(TierKVError, match="scattered into"):
         checked(MAKE["cpu"]())
 
