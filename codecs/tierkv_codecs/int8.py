@@ -27,11 +27,11 @@ from tierkv_codecs.bits import (
     FIRST_NOT_FINITE,
     HALF_INFINITE,
     Bytes,
+    Floats,
     Halves,
     Integers,
     affine_parameters,
     float_of,
-    half_of,
     kernel,
     least,
     most,
@@ -45,6 +45,8 @@ from tierkv_codecs.fixed import FixedRate, Sections, Shape, behind
 LEVELS = 255
 GROUP = 128
 """Tokens of a key group."""
+BATCH = 64
+"""Heads of values whose parameters are found at once."""
 PLANES = 2
 
 
@@ -200,36 +202,54 @@ def _restore_keys(
 
 
 @kernel
+def _extremes(
+    source: Integers, by: int, start: int, dim: int, low: Floats, high: Floats
+) -> np.int32:
+    """Find least and greatest of each vector from the start on; returns the largest's bits.
+
+    Signs and magnitudes are compared as integers in order: the extremes of those vectorise.
+    """
+    worst = np.int32(0)
+    for vector in range(len(low)):
+        part = source[start + vector * dim : start + vector * dim + dim]
+        lower, upper = np.int32(0x7FFF_FFFF), np.int32(-0x8000_0000)
+        for at in range(dim):
+            bits = shifted_left(part[at], by)
+            order = np.int32(bits ^ ((bits >> 31) & 0x7FFF_FFFF))
+            lower, upper = least(lower, order), most(upper, order)
+        worst = most(worst, most(np.int32(~lower), upper))
+        low[vector] = float_of(lower ^ ((lower >> 31) & 0x7FFF_FFFF))
+        high[vector] = float_of(upper ^ ((upper >> 31) & 0x7FFF_FFFF))
+    return worst
+
+
+@kernel
 def _code_values(source: Integers, by: int, shape: Shape, parameters: Halves, codes: Bytes) -> int:
-    """Code the other planes of every layer, a head of a token at a time; as `_code_keys`."""
+    """Code the other planes of every layer, a head of a token at a time; as `_code_keys`.
+
+    Parameters are found for BATCH heads at once: one after the other, each would wait for itself.
+    """
     rows, skip, dim = shape.tokens * shape.heads, shape.sinks * shape.heads, shape.dim
+    lows, highs = np.zeros(BATCH, np.float32), np.zeros(BATCH, np.float32)
+    shifts, spans = np.zeros(BATCH, np.uint16), np.zeros(BATCH, np.uint16)
     worst, largest, row = np.int32(0), np.int32(0), 0
     for plane in range(shape.layers * shape.sides):
         if plane % shape.sides == 0:
             continue
-        for inside in range(plane * rows + skip, plane * rows + rows):
-            part = source[inside * dim : inside * dim + dim]
-            # Signs and magnitudes as integers that are in order, whose extremes vectorise.
-            low, high = np.int32(0x7FFF_FFFF), np.int32(-0x8000_0000)
-            for at in range(dim):
-                bits = shifted_left(part[at], by)
-                order = np.int32(bits ^ ((bits >> 31) & 0x7FFF_FFFF))
-                low, high = least(low, order), most(high, order)
-            worst = most(worst, most(np.int32(~low), high))
-            shift_bits = half_of(float_of(low ^ ((low >> 31) & 0x7FFF_FFFF)) + np.float32(0.0))
-            shift = of_half(shift_bits)
-            above = float_of(high ^ ((high >> 31) & 0x7FFF_FFFF)) - shift
-            span_bits = half_of(most(above, np.float32(0.0)))
-            span = of_half(span_bits)
-            inverse = np.float32(LEVELS) / span if span > np.float32(0.0) else np.float32(0.0)
-            largest = most(largest, most(np.int32(shift_bits & 0x7FFF), span_bits))
-            parameters[2 * row], parameters[2 * row + 1] = shift_bits, span_bits
-            to = codes[row * dim : row * dim + dim]
-            for at in range(dim):
-                code = (float_of(shifted_left(part[at], by)) - shift) * inverse
-                code = least(most(code, np.float32(0.0)), np.float32(LEVELS))
-                to[at] = np.uint8(np.int32(code + np.float32(0.5)))
-            row += 1
+        for first in range(plane * rows + skip, plane * rows + rows, BATCH):
+            count = min(BATCH, plane * rows + rows - first)
+            low, high = lows[:count], highs[:count]
+            worst = most(worst, _extremes(source, by, first * dim, dim, low, high))
+            largest = most(largest, affine_parameters(low, high, LEVELS, shifts, spans))
+            for vector in range(count):
+                parameters[2 * row], parameters[2 * row + 1] = shifts[vector], spans[vector]
+                start, shift, inverse = (first + vector) * dim, low[vector], high[vector]
+                part, to = source[start : start + dim], codes[row * dim : row * dim + dim]
+                for at in range(dim):
+                    code = (float_of(shifted_left(part[at], by)) - shift) * inverse
+                    code = least(most(code, np.float32(0.0)), np.float32(LEVELS))
+                    to[at] = np.uint8(np.int32(code + np.float32(0.5)))
+                row += 1
     return 1 if worst >= FIRST_NOT_FINITE else 2 if largest >= HALF_INFINITE else 0
 
 
