@@ -9,9 +9,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from tierkv.cost import Rates
-from tierkv.policies.configurations import Form
+from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.evicpress import EvicPress
 from tierkv.policies.segments import NONE
+from tierkv.policies.worth import losses
 
 RAW = Form("raw", 1.0, float("inf"))
 FORMS = [
@@ -179,6 +180,23 @@ def test_dead_categories_make_room_for_live_ones() -> None:
             hits += found if turn > 300 else 0
             most += 8 if turn > 300 else 0
     assert hits > 0.95 * most
+
+
+@pytest.mark.parametrize(("rate", "below"), [(0.01, ["kvtc9"]), (0.0, [])])
+def test_a_second_copy_goes_down_where_there_is_room(rate: float, below: list[str]) -> None:
+    """The plain copy near serves as well without it; what is dead is given up, not moved."""
+    known = Configurations(FORMS, RATES)
+    both = np.array([known.named(0, "int8") + known.named(0, "kvtc9")])
+    steps = known.relief(0, both)
+    price, density = np.zeros(2), np.array([DENSITY])
+    loss, _ = losses(known, price, 0, np.array([rate]), density, both, steps)
+    step = int(steps[0, loss[0].argmin()])
+    names = ["int8", "kvtc9", "kvtc18"]
+    assert [name for name in names if known.stored[step, 1] == 1 / ratio(known, name)] == below
+
+
+def ratio(known: Configurations, name: str) -> float:
+    return next(form.ratio for form in known.forms if form.name == name)
 
 
 class Known(EvicPress):

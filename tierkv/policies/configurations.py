@@ -145,7 +145,7 @@ class Configurations:
     def relief(self, tier: int, numbers: Numbers) -> Numbers:
         """Return what takes fewer bytes in a tier: (len(numbers), steps), ABSENT where no more.
 
-        A copy there is dropped, made coarser in place, or moved to a lower tier, as it is or
+        A copy there is moved to a lower tier as it is, dropped, made coarser in place, or moved
         coarser. Coarser is made by truncation, or of an exact copy, which becomes progressive where
         somebody encodes on the way down.
         """
@@ -179,11 +179,10 @@ class Configurations:
                 continue
             free = family == PROGRESSIVE or forms[digit - 1].exact
             without = number - digit * self._weights[slot]
+            yield from self._lowered(digits, slot + 2, digit, without)
             yield without
-            coarser = range(digit, len(forms) + 1) if free else [digit]
-            for new in coarser:
-                if new > digit:
-                    yield without + new * self._weights[slot]
+            for new in range(digit + 1, len(forms) + 1) if free else ():
+                yield without + new * self._weights[slot]
                 yield from self._lowered(digits, slot + 2, new, without)
             if self._encodes_down and family == PLAIN and free:
                 for new in range(1, len(self.families[PROGRESSIVE]) + 1):

@@ -16,6 +16,9 @@ MEMORY = 0.05
 FLOOR = 0.03
 """The share of sampled segments that earn less than the price of a full tier at rest."""
 
+MOVE = 1e-30
+"""What a move of what is dead loses a byte: less than anything that can be lost."""
+
 
 def moved(price: float, worth: float, given_up: int) -> float:
     """Return a tier's price when so many were given up, each worth so much a byte."""
@@ -58,6 +61,9 @@ def losses(
     """Return what each step loses per byte that it frees in a tier, and the bytes it frees there.
 
     Args: as `gains`; `steps` (n, steps). Infinity where there is no step, or it frees nothing.
+
+    Of steps that lose the same the first is to be taken, which may be a move to a tier that has
+    room: it holds a second copy for nothing. What nobody will use is not worth a move.
     """
     before = np.maximum(density - known.seconds[current], 0)[:, None]
     lost = rate[:, None] * (before - np.maximum(density[:, None] - known.seconds[steps], 0))
@@ -65,5 +71,7 @@ def losses(
     freed = -change[:, :, tier]
     rent = change @ np.where(np.arange(len(price)) == tier, 0.0, price)
     loss = (lost + rent) / np.where(freed > 0, freed, np.inf)
+    dead = rate == 0
+    loss[dead] += MOVE * (change[dead] > 0).any(axis=2)
     loss[(steps == ABSENT)] = np.inf
     return loss, freed
