@@ -56,6 +56,17 @@ def test_a_use_to_come_is_worth_waiting_for() -> None:
     assert past < fresh / 3
 
 
+def test_the_least_rate_since_the_use_does_not_rise() -> None:
+    """What was worth little at once was given up then, however soon its use is now."""
+    hazard, now = played()
+    for context, age in ((3000, 0.0), (3001, 50.0)):
+        hazard.begin(context, LATE, now - age)
+    contexts = np.array([3000, 3001])
+    fresh, soon = hazard.rate(contexts, now)
+    assert soon > 2 * fresh
+    assert hazard.rate(contexts, now, least=True) == pytest.approx([fresh, fresh])
+
+
 def test_spells_still_open_count() -> None:
     """Without them a category that is used at once or never would look alive for ever."""
     hazard = Hazard(1)
