@@ -135,7 +135,11 @@ class TierKV:
             if self._refusing():
                 return calls.MatchReply(match=0, blocks=0)
             self._matches.expire()
-            return self._matches.match(owner, call)
+            reply = self._matches.match(owner, call)
+            match = self._matches.open.get(reply.match)
+            if match is not None and self._store.settings.second_sight:
+                self._write_behind.seen(match.rows)
+            return reply
 
     def wait(
         self, owner: int, call: calls.WaitCall, done: Callable[[calls.MatchReply], None]

@@ -94,6 +94,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Files that `tierkv calibrate` wrote, by which copies that leave RAM are encoded again."""
     policy: Literal["auto", "lru", "evicpress"] = "auto"
     """What keeps, compresses, moves and drops; auto: evicpress with a gate, else lru."""
+    second_sight: bool = False
+    """With evicpress: lower tiers take only what was asked for twice."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -137,7 +137,9 @@ class Store:
     def new_policy(self, setting: str) -> ServicePolicy:
         """Return the policy that a setting means, told of nothing. Raises: TierKVError."""
         tiers = [self.host, *(low.tier for low in self.lower)]
-        opening = open_policy(setting, self.offers.gate, self.rates(), tiers)
+        sights = self.settings.second_sight
+        gate, rates = self.offers.gate, self.rates()
+        opening = open_policy(setting, gate, rates, tiers, second_sight=sights)
         return self.recorder.policy(opening) if self.recorder else make_policy(opening)
 
     def rates(self) -> list[Rates]:

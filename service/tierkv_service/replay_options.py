@@ -19,7 +19,7 @@ Policy = Annotated[
         "--policy",
         help="lru, evicpress, arc, s3fifo, gdsf or belady; lru-prompt-order, arc-tail-first or"
         " s3fifo-tail-first for the other order of a prompt's blocks. With --config: evicpress"
-        " (else it is lru), clairvoyant, or lru@PROFILE.",
+        " (else it is lru), evicpress-second-sight, clairvoyant, or lru@PROFILE.",
     ),
 ]
 Config = Annotated[

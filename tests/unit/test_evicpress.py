@@ -145,6 +145,22 @@ def test_what_is_closed_takes_no_room() -> None:
         assert bool(service.kept(chat)) == (turn % 2 == 0)
 
 
+def test_a_lower_tier_may_wait_for_a_second_use() -> None:
+    """Room near for four blocks: of chats asked for twice some are below, of the others none."""
+    policy = EvicPress(FORMS, RATES, [int(4 * BLOCK), int(200 * BLOCK)], second_sight=True)
+    service = Service(policy)
+    for turn in range(60):
+        chat = list(range(100 * turn, 100 * turn + 8))
+        service.ask(chat, pause=3.0)
+        assert policy.written[1] == 0 or turn > 20
+        if turn >= 20 and turn % 2:
+            service.ask(chat, pause=1.0)
+    segments = policy.segments
+    stored = policy.configurations.stored[segments.configuration[: segments.count], 1]
+    assert np.all(segments.uses[: segments.count][stored > 0] >= 2)
+    assert np.count_nonzero(stored) >= 10
+
+
 def test_no_copy_is_made_that_a_segment_may_not_have() -> None:
     """Four chains under pressure, each with a floor of its own, that of the last for none."""
     service = Service(EvicPress(FORMS, RATES, [int(3 * BLOCK), int(12 * BLOCK)]))

@@ -6,6 +6,8 @@ import pytest
 
 from tests.stores import Rig, chain
 from tierkv import calls
+from tierkv.catalog import READY
+from tierkv.errors import TierKVError
 
 BLOCKS = 8
 
@@ -131,3 +133,27 @@ def test_a_put_of_what_is_known_tells_too() -> None:
     chats.ask(4)
     assert chats.kept(3) == 0
     assert [chats.kept(session) for session in (1, 2, 4)] == [BLOCKS] * 3
+
+
+def test_lower_tiers_may_wait_for_a_second_sight() -> None:
+    """What is asked for again goes below, what comes once does not; without the setting both do."""
+    for second_sight in (False, True):
+        rig = Rig(8 * BLOCKS, policy="evicpress", second_sight=second_sight)
+        for turn in range(2):
+            for number in (1, 2) if turn else (1, 2, 3, 4):
+                rig.clock.now += 5.0
+                reply = rig.match(chain(number, BLOCKS), linear=1e-3)
+                rig.store.release(1, calls.ReleaseCall(match=reply.match))
+                rig.put(chain(number, BLOCKS), b"chat")
+                rig.inline.drain()
+                rig.sound()
+            catalog = rig.store._store.catalog
+            below = {catalog.key(row) for row in catalog.select(1, READY).tolist()}
+            again = {key for number in (1, 2) for key in chain(number, BLOCKS)}
+            once = {key for number in (3, 4) for key in chain(number, BLOCKS)}
+            assert below == ((again if turn else set()) if second_sight else again | once)
+
+
+def test_a_second_sight_is_of_the_joint_policy() -> None:
+    with pytest.raises(TierKVError, match="second_sight is of policy evicpress, not of lru"):
+        Rig(8, policy="lru", second_sight=True)

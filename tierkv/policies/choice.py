@@ -40,16 +40,25 @@ class Room(Protocol):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """What a policy is made of: its name, and of each tier its rates, bytes and granule."""
+    """What a policy is made of: its name, and of each tier its rates, bytes and granule.
+
+    `second_sight`: lower tiers take only what was asked for twice.
+    """
 
     policy: str
     rates: list[Rates]
     capacity: list[int]
     granule: list[int]
+    second_sight: bool = False
 
 
 def open_policy(
-    setting: str, gate: Gate | None, rates: Sequence[Rates], tiers: Sequence[Room]
+    setting: str,
+    gate: Gate | None,
+    rates: Sequence[Rates],
+    tiers: Sequence[Room],
+    *,
+    second_sight: bool = False,
 ) -> Opening:
     """Return what the policy of a setting is made of, over tiers, nearest first.
 
@@ -57,11 +66,18 @@ def open_policy(
     """
     capacity = [tier.space().capacity for tier in tiers]
     name = resolve(setting, gate)
-    return Opening(name, list(rates), capacity, [tier.granule for tier in tiers])
+    if second_sight and name != Joint.name:
+        raise invalid(
+            f"second_sight is of policy {Joint.name}, not of {name}: set the one or unset the other"
+        )
+    granule = [tier.granule for tier in tiers]
+    return Opening(name, list(rates), capacity, granule, second_sight)
 
 
 def make_policy(opening: Opening) -> ServicePolicy:
     """Return a policy that was told of nothing."""
     if opening.policy == Joint.name:
-        return Joint(opening.rates, opening.capacity, opening.granule)
+        return Joint(
+            opening.rates, opening.capacity, opening.granule, second_sight=opening.second_sight
+        )
     return Lru(len(opening.rates))

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
-from tierkv.policies.reuse import Reuse
+from tierkv.policies.reuse import SIGHTS, Reuse
 from tierkv.policies.segments import NONE, Ids, Walk
 from tierkv.policies.views import RECENCY, Views
 from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
@@ -67,6 +67,7 @@ class EvicPress:
         capacity: bytes of each tier.
         seed: of the sampling.
         reuse: what tells how soon a segment is used again; by default it is learnt.
+        second_sight: lower tiers take only what was used twice.
     """
 
     name = "evicpress"
@@ -78,10 +79,13 @@ class EvicPress:
         capacity: Sequence[int],
         seed: int = 0,
         reuse: Reuse | None = None,
+        *,
+        second_sight: bool = False,
     ) -> None:
         self.configurations = Configurations(forms, rates)
         self.reuse = reuse or Reuse()
         self.segments = self.reuse.segments
+        self._second_sight = second_sight
         only = self.configurations.stored.shape == (2, 1)
         self._views = Views(self.reuse, float(capacity[0])) if only else None
         """Where there is one way to keep a segment, so that what stays is all there is to say."""
@@ -191,17 +195,18 @@ class EvicPress:
         """Return what each choice earns more than the current configuration, a second."""
         rate, density = self.rate(rows, now), self.segments.density[rows]
         gain = gains(self.configurations, self.price, rate, density, current, choices)
-        gain[self._too_coarse(rows, current, choices)] = -np.inf
+        gain[self._barred(rows, current, choices)] = -np.inf
         return gain
 
-    def _too_coarse(
-        self, rows: Numbers, current: Numbers, choices: Numbers
-    ) -> npt.NDArray[np.bool_]:
+    def _barred(self, rows: Numbers, current: Numbers, choices: Numbers) -> npt.NDArray[np.bool_]:
         """Return which choices have a copy that the segment may not; what is there stays."""
-        most = self.segments.most_kl[rows][:, None]
-        coarse = self.configurations.kl[choices] > most
+        segments, known = self.segments, self.configurations
+        barred: npt.NDArray[np.bool_] = known.kl[choices] > segments.most_kl[rows][:, None]
+        if self._second_sight:
+            below = known.stored[choices][:, :, 1:].any(axis=2)
+            barred |= below & (segments.uses[rows] < SIGHTS)[:, None]
         stays: npt.NDArray[np.bool_] = choices == current[:, None]
-        return coarse & ~stays
+        return barred & ~stays
 
     def _reclaim(self, now: float, tier: int) -> None:
         rest = self.used[tier] <= self.capacity[tier]
@@ -278,7 +283,7 @@ class EvicPress:
         barred = (steps == 0) & (segments.children[rows] > 0)[:, None]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
-        loss[barred | self._too_coarse(rows, current, steps)] = np.inf
+        loss[barred | self._barred(rows, current, steps)] = np.inf
         least = loss.argmin(axis=1)
         every = np.arange(len(rows))
         return steps[every, least], loss[every, least], freed[every, least] * segments.nbytes[rows]

@@ -24,6 +24,7 @@ from tierkv.cost import Rates
 from tierkv.explain import Dropped, Terms
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
+from tierkv.policies.reuse import SIGHTS
 from tierkv.policies.search import Candidate, Search
 from tierkv.policies.steps import Steps
 from tierkv.policies.stranded import stranded
@@ -63,18 +64,20 @@ class Joint:
         rates: of each tier, nearest first.
         capacity: bytes of each tier, 0 where it has no bound.
         granule: bytes of each tier's allocations.
+        second_sight: lower tiers take only what was asked for twice.
     """
 
     name = "evicpress"
 
     def __init__(
-        self, rates: Sequence[Rates], capacity: Sequence[int], granule: Sequence[int]
-    ) -> None:
+        self, rates: Sequence[Rates], capacity: Sequence[int], granule: Sequence[int],
+        *, second_sight: bool = False,
+    ) -> None:  # fmt: skip
         self.steps = Steps(rates)
         self.known = self.steps.known
         self.placed = Placed(len(rates))
         self.price = np.zeros(len(rates))
-        self._rates = list(rates)
+        self._rates, self._sights = list(rates), SIGHTS if second_sight else 0
         self._capacity = capacity
         self._granule = granule
         self._uses = 0
@@ -228,7 +231,8 @@ class Joint:
         if len(mine):
             segments = self.placed.segments.of(blocks[mine])
             choices = np.array([self.steps.alone[tier][profiles[at]] for at in mine])[:, None]
-            worth[mine] = self._gains(segments, np.zeros_like(segments), choices)[:, 0] > 0
+            gain = self._gains(segments, np.zeros_like(segments), choices)[:, 0]
+            worth[mine] = (gain > 0) & (self.placed.segments.uses[segments] >= self._sights)
         return [bool(one) for one in worth]
 
     def victims(self, view: Catalog, tier: int, need: int) -> list[int]:
@@ -269,6 +273,10 @@ class Joint:
         loss = self._losses(tier, rows, current, steps)
         allowed = np.array([self.steps.allowed(view, row) for row in rows])
         loss[self.steps.barred(tier, allowed, current, steps, kinds)] = np.inf
+        if self._sights:
+            early = np.array([self.placed.uses(row) < self._sights for row in rows])[:, None]
+            down = self.steps.barred(tier, allowed, current, steps, kinds - {Kind.DEMOTE})
+            loss[early & down] = np.inf
         loss[(steps == 0) & np.array(inside)[:, None]] = np.inf
         best = loss.argmin(axis=1)
         found = []

@@ -85,6 +85,11 @@ class Placed:
         """Return a block's segment."""
         return self.segments.at(block)
 
+    def uses(self, row: int) -> float:
+        """Return how often a placement's chain was asked for; an orphan's may have been, often."""
+        block = self._block[row]
+        return np.inf if block == NONE else float(self.segments.uses[self.segment(block)])
+
     def keys(self, first: int, blocks: int) -> bytes:
         """Return the keys of blocks whose numbers follow each other."""
         return self._numbers.keys(first, first + blocks)

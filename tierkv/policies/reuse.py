@@ -16,6 +16,8 @@ Numbers = npt.NDArray[np.int64]
 
 FOREIGN_S = 300.0
 """Memory of how often other contexts branch off a segment."""
+SIGHTS = 2
+"""Uses that a lower tier waits for, where it takes nothing at first sight."""
 PARTIAL = 0.05
 """Of the rate of its context: a block that is not full is another one when its chain goes on."""
 REFIT_FIRST, REFIT_SHARE = 100, 20
@@ -54,6 +56,7 @@ class Reuse:
         context = len(self._turn)
         self._learn(now, walk, context, tokens, full)
         rows = walk.rows
+        self.segments.uses[rows] += 1
         if walk.blocks < len(ids):
             grown = self.segments.grow(ids, walk.blocks, full, nbytes, density)
             rows = np.concatenate([rows, grown])

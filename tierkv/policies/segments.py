@@ -35,6 +35,7 @@ COLUMNS = {
     "foreign_at": np.float64,
     "pinned": np.float64,
     "most_kl": np.float64,
+    "uses": np.int64,
 }
 
 
@@ -57,6 +58,7 @@ class Segments:
         children: segments behind it that have a copy.
         pinned: until when somebody wants it given up last.
         most_kl: loss that no copy of it may pass, in nats.
+        uses: requests that used it.
         foreign: uses by requests that did not go on with its context, decayed since `foreign_at`.
     """
 
@@ -74,6 +76,7 @@ class Segments:
     foreign_at: npt.NDArray[np.float64]
     pinned: npt.NDArray[np.float64]
     most_kl: npt.NDArray[np.float64]
+    uses: Numbers
 
     def __init__(self, most_blocks: int = SEGMENT_BLOCKS) -> None:
         self.count = 0
@@ -141,7 +144,7 @@ class Segments:
         worth = np.add.reduceat(nbytes * density, starts)
         self.density[rows] = worth / self.nbytes[rows]
         self.partial[rows] = starts >= full
-        self.most_kl[rows] = np.inf
+        self.most_kl[rows], self.uses[rows] = np.inf, 1
         self._of_block[ids[at:]] = np.repeat(rows, ends - starts)
         return rows
 

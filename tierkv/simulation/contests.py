@@ -107,10 +107,17 @@ class Joint:
     """The joint policy."""
 
     def __init__(
-        self, scenario: Scenario, fidelity: str, seed: int, reuse: Reuse | None = None
+        self,
+        scenario: Scenario,
+        fidelity: str,
+        seed: int,
+        reuse: Reuse | None = None,
+        *,
+        second_sight: bool = False,
     ) -> None:
+        forms, rates = scenario.forms(fidelity), scenario.rates
         self._policy = EvicPress(
-            scenario.forms(fidelity), scenario.rates, scenario.capacity, seed, reuse
+            forms, rates, scenario.capacity, seed, reuse, second_sight=second_sight
         )
         self.forms = self._policy.configurations.forms
         self._kl = np.array([form.kl for form in self.forms])

@@ -30,7 +30,8 @@ PROGRESS_EVERY = 256
 DAY_S = 86400.0
 COMPUTED = "computed"
 CLAIRVOYANT = "clairvoyant"
-JOINT = ("evicpress", CLAIRVOYANT)
+SECOND_SIGHT = "evicpress-second-sight"
+JOINT = ("evicpress", SECOND_SIGHT, CLAIRVOYANT)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -103,13 +104,14 @@ def contest(
     """Return a policy by name: `evicpress`, or `lru` with raw copies, or `lru@PROFILE`.
 
     The policies that `lru` is compared with are named and given a profile alike; `clairvoyant` is
-    `evicpress` that knows the workload. Raises: see `check_policy`.
+    `evicpress` that knows the workload; in `evicpress-second-sight` lower tiers take only what was
+    asked for twice. Raises: see `check_policy`.
     """
     check_policy(scenario, policy, fidelity)
     if policy == CLAIRVOYANT:
         return Joint(scenario, fidelity, seed, Clairvoyant(workload.ids, workload.times_s))
     if policy in JOINT:
-        return Joint(scenario, fidelity, seed)
+        return Joint(scenario, fidelity, seed, second_sight=policy == SECOND_SIGHT)
     name, _, profile = policy.partition("@")
     form = next(one for one in scenario.forms(fidelity) if one.name == (profile or "raw"))
     if name in MAKES:
