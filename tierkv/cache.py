@@ -138,7 +138,7 @@ class TierKV:
             reply = self._matches.match(owner, call)
             match = self._matches.open.get(reply.match)
             if match is not None and self._store.settings.second_sight:
-                self._write_behind.seen(match.rows)
+                self._demotions.seen(match.rows)
             return reply
 
     def wait(

@@ -13,11 +13,12 @@ a kill at any time loses nothing that was durable.
 """
 
 from functools import partial
+from itertools import compress
 
 import msgspec
 
 from tierkv import frame, lineage
-from tierkv.catalog import READY
+from tierkv.catalog import NONE, READY, Rows
 from tierkv.codec import BY_NUMBER
 from tierkv.encoder import Encoded, Lost
 from tierkv.moves import Moves, stamp
@@ -68,6 +69,13 @@ class Demotions:
         self._ask_from = came + max(self._step * space.capacity, 1)
         for move in found:
             self.demote(move)
+
+    def seen(self, rows: Rows) -> None:
+        """Offer RAM placements that were asked for again, where a lower tier lacks them."""
+        catalog, lower = self._store.catalog, self._store.lower
+        heads = [catalog.head(catalog.key(row), catalog.part[row]) for row in rows]
+        lacks = [any(catalog.in_tier(head, low.number) == NONE for low in lower) for head in heads]
+        self._write_behind.offer(list(compress(rows, lacks)))
 
     def demote(self, move: Move) -> None:
         """Start a lawful demotion; one for which the encoder has no time now is left out."""

@@ -135,14 +135,6 @@ class WriteBehind:
                 self._add(queue, _Entry(row, catalog.serial[row], size, store.clock()))
             self._start(queue)
 
-    def seen(self, rows: Rows) -> None:
-        """Offer RAM placements that were asked for again, where a lower tier lacks them."""
-        catalog = self._store.catalog
-        heads = [catalog.head(catalog.key(row), catalog.part[row]) for row in rows]
-        tiers = [queue.lower.number for queue in self.queues]
-        lacks = [any(catalog.in_tier(head, tier) == NONE for tier in tiers) for head in heads]
-        self.offer(list(itertools.compress(rows, lacks)))
-
     def demote(self, move: Move, encoded: Encoded | None = None) -> None:
         """Copy a RAM placement, which is held for this, and give it up. Under the store's lock.
 

@@ -65,6 +65,23 @@ def test_a_branch_splits_a_segment() -> None:
     assert segments.nbytes[[row, behind]].tolist() == [3 * SIZE, 5 * SIZE]
 
 
+def test_a_context_ends_where_its_copies_end() -> None:
+    """Of 40 blocks the first segment has a copy, then the last as well, then none."""
+    segments = Segments()
+    rows = ask(segments, 0, list(range(40)))
+    first, _, last = rows.tolist()
+    assert segments.end(0) == NONE
+    for row in first, last:
+        segments.configuration[row] = 1
+        segments.gained(np.array([row]))
+        assert segments.end(0) == row
+        assert segments.ends(np.zeros(3, np.int64)).tolist() == [row] * 3
+    for row, left in (last, first), (first, NONE):
+        segments.configuration[row] = 0
+        segments.lost(np.array([row]))
+        assert segments.end(0) == left
+
+
 def test_random_trees_keep_blocks_parents_and_contexts() -> None:
     rng = random.Random(3)
     segments, chains, context_of, newest = Segments(), [list(range(5))], {}, 5

@@ -42,7 +42,7 @@ SAMPLED = 64
 TAKEN = 32
 """Of so many looked at one is given up at most before others are sampled: with more, what is live
 goes where the sample happens to have little that is dead."""
-NEAR = 16
+NEAR = 128
 """So many that nearly went are looked at again beside the next sample."""
 FULL = 0.995
 """A tier with more room than this leaves has no price, after a while."""
@@ -304,7 +304,7 @@ class EvicPress:
             rows = rows[here]
             if len(rows):
                 context = segments.context[rows]
-                tails = segments.tail[context]
+                tails = segments.ends(context)
                 instead = (segments.children[rows] > 0) & (np.arange(len(rows)) % 2 == 1)
                 instead &= tails != NONE
                 instead &= segments.context[tails] == context

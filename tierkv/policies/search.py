@@ -103,7 +103,7 @@ class Search:
             if block != NONE:
                 segment = placed.segment(block)
                 if place % 2 and self._inside(row):
-                    tail = int(segments.tail[segments.context[segment]])
+                    tail = segments.end(int(segments.context[segment]))
                     end = self._last(tail) if tail not in (NONE, segment) else NONE
                     segment, stands = (segment, row) if end == NONE else (tail, end)
             if segment not in seen and self._free(stands):

@@ -240,9 +240,33 @@ class Segments:
         self.context[rows] = context
         self.tail[context] = rows[-1]
 
+    def end(self, context: int) -> int:
+        """Return the last segment of a context that has a copy, NONE where none has.
+
+        What was never stored, or not yet, is no end from which a chain can be given up.
+        """
+        row = int(self.tail[context])
+        while row != NONE and not self.configuration[row] and self.context[row] == context:
+            row = self.parent(row)
+        self.tail[context] = row
+        return row
+
+    def ends(self, contexts: Numbers) -> Numbers:
+        """Return the `end` of each context (n,)."""
+        tails = self.tail[contexts]
+        for context in set(contexts[(tails != NONE) & (self.configuration[tails] == 0)].tolist()):
+            self.end(context)
+        return self.tail[contexts]
+
     def gained(self, rows: Numbers) -> None:
         """Segments have a copy that had none."""
         self._count_children(rows, 1)
+        rows = rows[np.argsort(self.position[rows], kind="stable")]
+        context = self.context[rows]
+        tails = self.tail[context]
+        passed = (tails == NONE) | (self.context[tails] != context)
+        passed |= self.position[tails] < self.position[rows]
+        self.tail[context[passed]] = rows[passed]
 
     def lost(self, rows: Numbers) -> None:
         """Segments, the ends of chains, have no copy any more; contexts end ahead of them."""
