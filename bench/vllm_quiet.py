@@ -7,6 +7,10 @@ Loaded by every engine and each of its processes as one of vLLM's general plugin
 
 from pathlib import Path
 
+LOOK_MS = 5
+"""A writer drops what wakes a reader when it wakes it twice in a row: so readers look by themselves
+too, or stand still until they time out."""
+
 
 def installed(folder: Path) -> Path:
     """Write what lets an engine find the plugin; returns what its PYTHONPATH needs."""
@@ -25,7 +29,7 @@ def wait_for_messages() -> None:
 
     def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
         self.busy_loop_s = 0.0
-        spins_or_waits(self, timeout_ms)
+        spins_or_waits(self, LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))
 
     spins_or_waits = SpinCondition.wait
     SpinCondition.wait = wait
