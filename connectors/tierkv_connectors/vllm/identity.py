@@ -107,10 +107,7 @@ def kept_of(vllm_config: Foreign, kv_cache_config: Foreign, options: Options) ->
 
 def _refuse_engine(vllm_config: Foreign) -> None:
     model = vllm_config.model_config
-    for size in _PARALLEL:
-        count = getattr(vllm_config.parallel_config, size, 1)
-        if count > 1:
-            raise invalid(f"{size} is {count}: KV spread over ranks is not supported yet")
+    _refuse_spread(vllm_config.parallel_config)
     drafts = getattr(vllm_config.speculative_config, "method", None)
     if vllm_config.speculative_config is not None and drafts != _DRAFTS:
         raise invalid(
@@ -118,6 +115,8 @@ def _refuse_engine(vllm_config: Foreign) -> None:
         )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise invalid("weight_transfer_config replaces the weights of a running engine")
+    if getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False):
+        raise invalid("ec_transfer_config: media come from elsewhere, and no hash says what came")
     if model.runner_type != "generate":
         raise invalid(f"a {model.runner_type} engine has no prefixes to keep")
     if model.is_encoder_decoder:
@@ -127,6 +126,13 @@ def _refuse_engine(vllm_config: Foreign) -> None:
     for config in (model.hf_config, model.hf_text_config):
         if getattr(config, "use_bidirectional_attention", None):
             raise invalid("the model attends to later tokens: its KV is not a prefix's own")
+
+
+def _refuse_spread(parallel: Foreign) -> None:
+    for size in _PARALLEL:
+        count = getattr(parallel, size, 1)
+        if count > 1:
+            raise invalid(f"{size} is {count}: KV spread over ranks is not supported yet")
 
 
 def _refuse_layers(layers: tuple[LayerSpec, ...], spec: Foreign, count: int, size: int) -> None:
@@ -197,8 +203,6 @@ def _changes(model: Foreign, kv_dtype: str) -> dict[str, object]:
         changes["quantization"] = model.quantization
         changes["quantization_config"] = getattr(model, "quantization_config", None)
     media = getattr(model, "multimodal_config", None)
-    if getattr(media, "allow_missing_mm_embeddings", False):
-        raise invalid("allow_missing_mm_embeddings computes media that are not there")
     changes |= {name: getattr(media, name, None) for name in _MEDIA}
     computed = DTYPE_NAMES.get(model.dtype, str(model.dtype))
     if computed != kv_dtype:
