@@ -6,9 +6,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 WINDOW = 256
+WORDS = 500
+"""Tokens of `idefics` that mean nothing in particular: 0 to 499."""
+IMAGE, _FAKE, _GLOBAL, _PAD = range(WORDS, WORDS + 4)
+SEEN = [_FAKE, _GLOBAL, *[IMAGE] * 16, _FAKE]
+"""What an `IMAGE` of a prompt becomes."""
+SIDE = 112
+"""Pixels of an image's side."""
 _LLAMA_LAYERS = 4
 _SIZES: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
@@ -31,6 +49,31 @@ def llama(directory: Path) -> Path:
     return _saved(
         LlamaForCausalLM, LlamaConfig(**_SIZES, num_hidden_layers=_LLAMA_LAYERS), directory
     )
+
+
+def idefics(directory: Path) -> Path:
+    """Save an Idefics 3, whose processor wants no torchvision: a Llama that sees images."""
+    names = {IMAGE: "<image>", _FAKE: "<fake_token_around_image>", _GLOBAL: "<global-img>"}
+    names |= {_PAD: "<pad>"} | {number: f"w{number}" for number in range(WORDS)}
+    spoken = Tokenizer(models.WordLevel({name: at for at, name in names.items()}, unk_token="w0"))
+    spoken.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=spoken, unk_token="w0", pad_token="<pad>",
+        additional_special_tokens=[names[one] for one in (IMAGE, _FAKE, _GLOBAL)],
+    )  # fmt: skip
+    edge = {"longest_edge": SIDE}
+    seen = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(seen, tokenizer, image_seq_len=SEEN.count(IMAGE)).save_pretrained(directory)
+    text: dict[str, Any] = _SIZES | {"vocab_size": 512, "num_hidden_layers": _LLAMA_LAYERS}
+    vision = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": SIDE, "patch_size": 14, "initializer_range": 0.15,
+    }  # fmt: skip
+    config = Idefics3Config(
+        vision_config=vision, text_config=text | {"initializer_range": 0.15},
+        image_token_id=IMAGE, scale_factor=2,
+    )  # fmt: skip
+    return _saved(Idefics3ForConditionalGeneration, config, directory)
 
 
 def lora_of(directory: Path, seed: int) -> Path:

@@ -27,15 +27,25 @@ def generate(
     sampling: list[dict[str, Any]],
     lora: tuple[str, int, str] | None = None,
 ) -> Any:
-    """Run prompts; `lora` is the name, number and directory of their adapter."""
+    """Run prompts; `lora` is the name, number and directory of their adapter.
+
+    The `image` of a prompt is a file.
+    """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(**fixed | one) for one in sampling]
     named = LoRARequest(*lora) if lora else None
-    answers = llm.generate(prompts, params, use_tqdm=False, lora_request=named)
+    seen = [with_image(**one) for one in prompts]
+    answers = llm.generate(seen, params, use_tqdm=False, lora_request=named)
     return [said(answer) for answer in answers]
+
+
+def with_image(image: str = "", **prompt: Any) -> dict[str, Any]:
+    from PIL import Image
+
+    return prompt | ({"multi_modal_data": {"image": Image.open(image)}} if image else {})
 
 
 def said(answer: Any) -> dict[str, Any]:
