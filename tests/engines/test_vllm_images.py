@@ -79,6 +79,8 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 def engine(sidecar: Process, model: Path) -> Iterator[Engine]:
     options: dict[str, Any] = {"max_model_len": 1024, "skip_tokenizer_init": False}
     with Engine(model, sidecar.log.with_name("engine.log"), config(sidecar), **options) as engine:
+        if engine.version.startswith("0.27."):
+            pytest.skip("this vLLM's own Idefics 3 ends with an image that is not split")
         yield engine
 
 
