@@ -1,5 +1,6 @@
 """The arena: memory as asked for, pages as promised, and clear words when there is too little."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -87,11 +88,12 @@ def test_r15_memory_that_is_gone_after_all_is_said_too(monkeypatch: pytest.Monke
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    files = sorted(Path("/proc/self/fd").iterdir())
+    gc.collect()  # what earlier tests left may be closed meanwhile
+    files = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(TierKVError, match=r"192 MiB.*No space left.*lower \[host\] size") as caught:
         small(3 * STEP_BYTES)
     assert caught.value.kind is ErrorKind.UNAVAILABLE
-    assert sorted(Path("/proc/self/fd").iterdir()) == files
+    assert set(Path("/proc/self/fd").iterdir()) <= files
 
 
 def test_a_long_start_says_how_far_it_is(
