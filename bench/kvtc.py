@@ -39,8 +39,9 @@ from tierkv_codecs.kvtc import LAYERS_AT_ONCE, Kvtc, codecs_of
 from tierkv_codecs.kvtc_artifact import ANCHOR, USUAL, Artifact, project, read
 from tierkv_codecs.kvtc_grades import coefficients_of, split
 from tierkv_codecs.kvtc_measure import measure
+from tierkv_codecs.kvtc_rans import NONE
 from tierkv_codecs.kvtc_rows import rows_of
-from tierkv_codecs.kvtc_stream import MOST, NONE
+from tierkv_codecs.kvtc_stream import MOST
 from tierkv_codecs.lab.texts import evaluation_texts
 from tierkv_connectors.models import smollm2
 from tierkv_connectors.subject import TransformersSubject

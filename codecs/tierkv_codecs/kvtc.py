@@ -35,8 +35,9 @@ from tierkv_codecs.kvtc_grades import (
     packed_bytes,
     unpacked,
 )
+from tierkv_codecs.kvtc_rans import LANES
 from tierkv_codecs.kvtc_rows import rows_of, write_rows
-from tierkv_codecs.kvtc_stream import LANES, Level, Stream, StreamError, Tables, decode, encode
+from tierkv_codecs.kvtc_stream import Level, Stream, StreamError, Tables, decode, encode
 from tierkv_codecs.tensors import FLOATS, bytes_of, check_out
 
 STREAMS = 3

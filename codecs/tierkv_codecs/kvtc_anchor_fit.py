@@ -5,7 +5,7 @@ import torch
 
 from tierkv_codecs.kvtc_anchors import Anchors
 from tierkv_codecs.kvtc_measure import first_table, measure, refine_table
-from tierkv_codecs.kvtc_stream import SHIFTS
+from tierkv_codecs.kvtc_rans import SHIFTS
 
 FIRST_RANGE = 3.0
 """A component starts at the shift where its standard deviation is at most so many steps."""

@@ -15,18 +15,8 @@ import numpy as np
 import torch
 
 from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
-from tierkv_codecs.kvtc_stream import (
-    FIRST_SYMBOLS,
-    MOST,
-    NONE,
-    SHIFTS,
-    TOTAL,
-    Level,
-    Stream,
-    Tables,
-    decode,
-    encode,
-)
+from tierkv_codecs.kvtc_rans import FIRST_SYMBOLS, NONE, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_stream import MOST, Level, Stream, Tables, decode, encode
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,15 +24,8 @@ from tierkv.identity import Identity, LayerSpec
 from tierkv.part import Part
 from tierkv_codecs.kvtc_anchors import Anchors, are_probabilities, sound
 from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
-from tierkv_codecs.kvtc_stream import (
-    FIRST_SYMBOLS,
-    NONE,
-    SHIFTS,
-    TOTAL,
-    Level,
-    Tables,
-    coarsened,
-)
+from tierkv_codecs.kvtc_rans import FIRST_SYMBOLS, NONE, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_stream import Level, Tables, coarsened
 
 CODEC_ID = 6
 MOST_LEVELS = 8

@@ -24,7 +24,7 @@ from tierkv_codecs.kvtc_drift import drift_of
 from tierkv_codecs.kvtc_grades import coefficients_of
 from tierkv_codecs.kvtc_heed import AHEAD, Heed, budgets_of, fit_heed
 from tierkv_codecs.kvtc_measure import Measured, first_table, measure, probabilities, refine_table
-from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, NONE, SHIFTS
+from tierkv_codecs.kvtc_rans import ESCAPE, FIRST_SYMBOLS, NONE, SHIFTS
 
 HEADROOM = 1.4
 """A level's budget is what its ratio leaves, less this factor: `kvtc@8x` is to realise 9 (as in the

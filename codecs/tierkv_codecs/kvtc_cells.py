@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv_codecs.bits import Bytes, Floats, float_of, inlined, kernel, least, most, upper_bits
-from tierkv_codecs.kvtc_stream import MOST, OFFSETS, SHIFTS, Shifts
+from tierkv_codecs.kvtc_rans import OFFSETS, SHIFTS, Shifts
+from tierkv_codecs.kvtc_stream import MOST
 
 CENTRES = 3
 """Cells of magnitude 1, 2 and more have a place of their own for their reconstruction."""

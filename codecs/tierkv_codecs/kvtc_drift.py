@@ -17,7 +17,8 @@ from tierkv_codecs.bits import Floats
 from tierkv_codecs.kvtc_artifact import Artifact, Side
 from tierkv_codecs.kvtc_cells import add_sums, mean_row
 from tierkv_codecs.kvtc_grades import Group, features_of, sampled
-from tierkv_codecs.kvtc_stream import MOST, NONE, SHIFTS, Level, Tables
+from tierkv_codecs.kvtc_rans import NONE, SHIFTS
+from tierkv_codecs.kvtc_stream import MOST, Level, Tables
 
 COLUMNS = 32
 """A product of so many columns takes less time than one of 17."""

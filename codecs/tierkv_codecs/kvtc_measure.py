@@ -7,7 +7,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from tierkv_codecs.kvtc_cells import CENTRE_UNIT, CENTRES
-from tierkv_codecs.kvtc_stream import ESCAPE, FIRST_SYMBOLS, MOST, OFFSETS, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_rans import ESCAPE, FIRST_SYMBOLS, OFFSETS, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_stream import MOST
 
 LARGEST = MOST
 DOUBT = 0.3

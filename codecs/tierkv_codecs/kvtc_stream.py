@@ -23,14 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv_codecs.kvtc_rans import (
-    ESCAPE,
-    FIRST_SYMBOLS,
     GUESSES,
     LANES,
     LOW,
     NONE,
     OFFSETS,
-    SHIFTS,
     TOTAL,
     Indices,
     Shifts,
@@ -41,27 +38,6 @@ from tierkv_codecs.kvtc_rans import (
 
 MOST = (1 << 15) - 1
 """The largest magnitude of an index."""
-
-__all__ = [
-    "ESCAPE",
-    "FIRST_SYMBOLS",
-    "LANES",
-    "LOW",
-    "MOST",
-    "NONE",
-    "OFFSETS",
-    "SHIFTS",
-    "TOTAL",
-    "Indices",
-    "Level",
-    "Shifts",
-    "Stream",
-    "StreamError",
-    "Tables",
-    "coarsened",
-    "decode",
-    "encode",
-]
 
 
 @dataclass(frozen=True, eq=False)

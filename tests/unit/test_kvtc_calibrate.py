@@ -11,7 +11,7 @@ from tierkv.errors import TierKVError
 from tierkv_codecs import kvtc_basis, kvtc_calibrate
 from tierkv_codecs.kvtc_basis import fit, weighted, weights
 from tierkv_codecs.kvtc_calibrate import calibrate
-from tierkv_codecs.kvtc_stream import NONE
+from tierkv_codecs.kvtc_rans import NONE
 from tierkv_service import cli
 
 

@@ -18,8 +18,9 @@ from tierkv_codecs.kvtc_cells import (
 )
 from tierkv_codecs.kvtc_drift import drift_of, losses_of
 from tierkv_codecs.kvtc_grades import coefficients_of, features_of
+from tierkv_codecs.kvtc_rans import NONE, OFFSETS, SHIFTS
 from tierkv_codecs.kvtc_rows import rows_of
-from tierkv_codecs.kvtc_stream import MOST, NONE, OFFSETS, SHIFTS, coarsened
+from tierkv_codecs.kvtc_stream import MOST, coarsened
 
 RANK, TOKENS, POSITION = SHIFTS + 1, 61, 512
 GRADED = artifact(graded=True)

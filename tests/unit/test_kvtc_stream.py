@@ -5,22 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tierkv_codecs.kvtc_measure import first_table, measure, refine_table
-from tierkv_codecs.kvtc_stream import (
-    ESCAPE,
-    FIRST_SYMBOLS,
-    LANES,
-    LOW,
-    NONE,
-    OFFSETS,
-    SHIFTS,
-    TOTAL,
-    Level,
-    StreamError,
-    Tables,
-    coarsened,
-    decode,
-    encode,
-)
+from tierkv_codecs.kvtc_rans import ESCAPE, FIRST_SYMBOLS, LANES, LOW, NONE, OFFSETS, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_stream import Level, StreamError, Tables, coarsened, decode, encode
 
 TOKENS = 77
 DEVIATIONS = np.array([60.0, 9.0, 2.5, 1.0, 0.6, 0.3])
