@@ -28,6 +28,7 @@ from tierkv import frame
 from tierkv.codec import BY_CODEC_ID, BY_LEVELS, PROFILES
 from tierkv.explain import Copy
 from tierkv.fidelity import Fidelity
+from tierkv.stat import StoreStat
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier
 
 SESSIONS, BLOCKS = 24, 4
@@ -83,6 +84,16 @@ def copies_of(live: Live) -> Copies:
     return {key: live.explain(key).copies for key in live.stored}
 
 
+def still(live: Live, timeout_s: float = 60.0) -> tuple[StoreStat, Copies]:
+    """Return counters and copies that are of one moment: moves may end between two questions."""
+    end = time.monotonic() + timeout_s
+    while True:
+        stat, copies = live.settle(), copies_of(live)
+        if live.settle().tiers == stat.tiers:
+            return stat, copies
+        assert time.monotonic() < end, "copies never stand still"
+
+
 @pytest.mark.timeout(300)
 def test_what_leaves_ram_comes_back_and_every_byte_is_accounted_for(process: Process) -> None:
     live = Live(process.path, *PUTS)
@@ -100,8 +111,7 @@ def test_what_leaves_ram_comes_back_and_every_byte_is_accounted_for(process: Pro
 
 def accounted(process: Process, live: Live) -> Copies:
     """Assert that all copies, the counters, HTTP and the classes agree; returns the copies."""
-    stat = live.settle()
-    copies = copies_of(live)
+    stat, copies = still(live)
     used: Counter[str] = Counter()
     placed: Counter[str] = Counter()
     for one in (one for some in copies.values() for one in some):
@@ -142,8 +152,7 @@ def contents(live: Live, session: int) -> list[str]:
 
 def found_again(process: Process, live: Live, nvme_bytes: int) -> None:
     """Kill the sidecar; assert that its file has the frames that it said were there."""
-    copies = copies_of(live)
-    live.settle()
+    _, copies = still(live)
     process.kill()
     folder = process.path.parent / "nvme"
     assert (folder / "tierkv.log").stat().st_size <= nvme_bytes
