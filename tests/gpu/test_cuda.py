@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm_double import EngineDouble, kept_of, prompts
+from tests.vllm_double import EngineDouble, prompts
 from tests.vllm_layouts import BLOCKS, MAKE, Engine, pattern
+from tests.vllm_memory import kept_of
 from tierkv.cache import TierKV
 from tierkv.channel import EmbeddedChannel
 from tierkv.settings import Settings

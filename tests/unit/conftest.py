@@ -24,7 +24,8 @@ def store() -> Iterator[TierKV]:
 @pytest.fixture
 def engine(store: TierKV) -> Iterator["EngineDouble"]:
     """Return an engine over the store with full attention and blocks of ENGINE and STORE tokens."""
-    from tests.vllm_double import ENGINE, STORE, finish, kept_of, over  # brings torch
+    from tests.vllm_double import finish, over  # brings torch
+    from tests.vllm_memory import ENGINE, STORE, kept_of
 
     engine = over(store, kept_of(ENGINE, STORE), blocks=128)
     yield engine

@@ -15,8 +15,8 @@ import torch
 
 from tests.late_cuda import INDEX, CompileException, LateCuda, installed
 from tests.sidecars import served, until
-from tests.vllm_double import kept_of
 from tests.vllm_layouts import BLOCKS, MAKE, Engine, pattern
+from tests.vllm_memory import kept_of
 from tierkv.codec import profile_of
 from tierkv.errors import TierKVError
 from tierkv.part import Part

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.late_cuda import INDEX, LateCuda, installed
-from tests.vllm_double import Asked, EngineDouble, kept_of, prompts
+from tests.vllm_double import Asked, EngineDouble, prompts
+from tests.vllm_memory import kept_of
 from tierkv.cache import TierKV
 from tierkv.calls import AbortCall, Call, CommitCall, ReleaseCall
 from tierkv.channel import EmbeddedChannel

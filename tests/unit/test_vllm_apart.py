@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.vllm_double import Asked, EngineDouble, finish, following, kept_of, over, prompts
+from tests.vllm_double import Asked, EngineDouble, finish, over, prompts
+from tests.vllm_memory import following, kept_of
 from tierkv.cache import TierKV
 from tierkv.fidelity import Fidelity
 from tierkv_connectors.vllm.apart import Apart

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_double import FullAttentionSpec, SlidingWindowSpec, config_of, kept_of
+from tests.vllm_memory import FullAttentionSpec, SlidingWindowSpec, config_of, kept_of
 from tierkv.errors import TierKVError
 from tierkv_connectors.vllm.groups import (
     KvGroup,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_double import Asked, EngineDouble, finish, kept_of, over, prompts
+from tests.vllm_double import Asked, EngineDouble, finish, over, prompts
+from tests.vllm_memory import kept_of
 from tierkv.cache import TierKV
 from tierkv.calls import ClearCall, StatCall
 from tierkv_connectors.vllm import worker as worker_module

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_double import ENGINE, STORE, EngineDouble, kept_of, over, prompts
+from tests.vllm_double import EngineDouble, over, prompts
+from tests.vllm_memory import ENGINE, STORE, kept_of
 from tierkv.cache import TierKV
 from tierkv.errors import TierKVError
 from tierkv_connectors.vllm.kept import options_of

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.vllm_double import ENGINE, STORE, EngineDouble, kept_of, over, prompts
+from tests.vllm_double import EngineDouble, over, prompts
+from tests.vllm_memory import ENGINE, STORE, kept_of
 from tierkv.cache import TierKV
 from tierkv.calls import MAX_SESSION, StatCall
 from tierkv_connectors.vllm.events import Events, Types
