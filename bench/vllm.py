@@ -9,9 +9,10 @@ is what of them the connector's own threads took, which no noise of the engine h
 
 cost: prompts that share nothing, beside the same connector with `load` and `save` off, and tierkv
 beside no connector too. Contenders: tierkv; vLLM's bundled example connector, which keeps KV in
-files; its tiered offload, RAM, then files. burst: many such prompts at once. hit: one prompt again,
-from the engine's own prefix cache and, after that was emptied, from what a connector keeps.
-scheduler: how long tierkv's calls kept vLLM's scheduler meanwhile, each call and all of a step.
+files; its tiered offload, RAM, then files. burst: many such prompts at once, tierkv beside the same
+two, with the last first token too: saves of what a step has computed are copied beside the next.
+hit: one prompt again, from the engine's own prefix cache and, after that was emptied, from what a
+connector keeps. scheduler: how long tierkv's calls kept vLLM's scheduler, each and all of a step.
 """
 
 import argparse
@@ -60,13 +61,20 @@ OFF, PLAIN = "tierkv with load and save off", "no connector"
 
 
 class Took(NamedTuple):
-    """CPU seconds of the engine, seconds to the (mean) first token, tokens not computed."""
+    """What prompts at once took."""
 
     cpu_s: float
+    """Of the engine."""
     ttft_s: float
+    """To the first token, in the mean of the prompts."""
+    last_s: float
+    """To the last of the first tokens."""
     cached: int
+    """Tokens that were not computed."""
     threads_s: float
-    """CPU seconds of the connector's own threads."""
+    """Of CPU, by the connector's own threads."""
+    beside_s: float
+    """What of that they took before the last answer was there."""
 
 
 class Subject:
@@ -104,10 +112,12 @@ class Subject:
     def ask(self, *prompts: Sequence[int]) -> Took:
         before, threads = self.cpu_s(), self.threads_s()
         answers = self.engine.generate(prompts, NEW)
-        first = statistics.fmean(answer.ttft_s for answer in answers)
+        beside = self.threads_s() - threads
+        first = [answer.ttft_s for answer in answers]
         self.settle()
         used = self.cpu_s() - before
-        return Took(used, first, answers[0].cached, self.threads_s() - threads)
+        cached, threads = max(answer.cached for answer in answers), self.threads_s() - threads
+        return Took(used, statistics.fmean(first), max(first), cached, threads, beside)
 
 
 def prompts(count: int, seed: str = str(SEED)) -> Iterator[list[int]]:
@@ -205,13 +215,12 @@ def cost(
     drawn = list(prompts(requests * at_once, f"{SEED} {what} {name}"))
     asked = [drawn[at : at + at_once] for at in range(0, len(drawn), at_once)]
     mine, *all_others = taken(f"{what}: {name}", [one, *bases.values()], asked)
-    threads = [took.threads_s for took in mine]
     for base, others in zip(bases, all_others, strict=True):
         found: dict[str, Any] = {
             "name": what, "of": name, "beside": base, "turns": requests, "prompts": at_once,
             "prompt_tokens": len(drawn[0]),
         }  # fmt: skip
-        for field in ("cpu_s", "ttft_s"):
+        for field in ("cpu_s", "ttft_s") if at_once == 1 else ("cpu_s", "ttft_s", "last_s"):
             own, base_s = ([getattr(took, field) for took in all_] for all_ in (mine, others))
             difference = paired(own, base_s)
             found[field] = {
@@ -220,8 +229,11 @@ def cost(
                 "difference": difference,
                 "meets": difference["high"] < GOAL,
             }
-        share = statistics.fmean(threads) / statistics.fmean(took.cpu_s for took in others)
-        found["threads_s"] = {"of": round(statistics.median(threads), 4), "share": round(share, 4)}
+        whole = statistics.fmean(took.cpu_s for took in others)
+        for field in ("threads_s", "beside_s"):
+            own = [getattr(took, field) for took in mine]
+            share = round(statistics.fmean(own) / whole, 4)
+            found[field] = {"of": round(statistics.median(own), 4), "share": share}
         yield found
 
 
@@ -271,7 +283,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the tables for people."""
     for row in rows:
         if row["name"] in ("cost", "burst"):
-            for field in ("cpu_s", "ttft_s"):
+            for field in (one for one in ("cpu_s", "ttft_s", "last_s") if one in row):
                 found, share = row[field], row[field]["difference"]
                 console.print(
                     f"{row['name']} of {row['of']}, {row['turns']} x {row['prompts']} prompts: "
@@ -279,8 +291,11 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
                     f"{share['share']:+.2%} "
                     f"(95 %: {share['low']:+.2%} to {share['high']:+.2%})"
                 )
-            threads = row["threads_s"]
-            console.print(f"  its threads: {threads['of']} s of CPU, {threads['share']:.2%}")
+            threads, beside = row["threads_s"], row["beside_s"]
+            console.print(
+                f"  its threads: {threads['of']} s of CPU, {threads['share']:.2%}, of which "
+                f"{beside['of']} s before the last answer"
+            )
         if row["name"] == "scheduler":
             console.print(
                 f"its scheduler, {row['steps']} steps: a call p99 {row['call_p99_us']} us, at most "
@@ -308,9 +323,11 @@ def measure(
     name, same = "tierkv", {OFF: off}
     with subject(model, folder, name, tierkv(sidecar)) as mine:
         with subject(model, folder, PLAIN, None) as plain:
-            yield from cost(name, mine, {**same, PLAIN: plain}, asked.requests, 1)
-        if asked.bursts:
-            yield from cost(name, mine, same, asked.bursts, BURST)
+            both = {**same, PLAIN: plain}
+            if asked.requests:
+                yield from cost(name, mine, both, asked.requests, 1)
+            if asked.bursts:
+                yield from cost(name, mine, both, asked.bursts, BURST)
         if asked.turns:
             yield hit("tierkv, the sidecar's RAM", mine, asked.turns)
     yield scheduler(folder / f"{name} {CALLS}")
@@ -330,9 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one line for programs")
-    parser.add_argument("--requests", type=int, default=50, help="prompts of tierkv's cost rows")
-    parser.add_argument("--peer-requests", type=int, default=20, help="pairs of each peer's")
-    parser.add_argument("--bursts", type=int, default=6, help="pairs of bursts; 0: none")
+    parser.add_argument("--requests", type=int, default=50, help="prompts of tierkv's; 0: none")
+    parser.add_argument("--peer-requests", type=int, default=20, help="prompts of each peer's")
+    parser.add_argument("--bursts", type=int, default=6, help="bursts of its burst rows; 0: none")
     parser.add_argument("--turns", type=int, default=15, help="prompts of each hit row; 0: none")
     parser.add_argument("--no-peers", action="store_true", help="leave vLLM's own ways out")
     asked = parser.parse_args(arguments)
