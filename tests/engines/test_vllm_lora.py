@@ -1,8 +1,13 @@
-"""A real vLLM with LoRA adapters and with n-gram drafts: one small random Llama does both."""
+"""A real vLLM with LoRA adapters and with n-gram drafts: one small random Llama does both.
 
+Its sidecar is a private one, which it starts and ends by itself.
+"""
+
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +15,25 @@ import pytest
 
 from tests.engines.tiny_models import llama, lora_of
 from tests.engines.vllm_engine import Answer, Engine
-from tests.engines.vllm_rig import BLOCK, config, lose, prompt, serving, stored
-from tests.sidecars import Process, until
+from tests.engines.vllm_rig import (
+    BLOCK,
+    Listens,
+    config,
+    lose,
+    prompt,
+    stored,
+    wait_for_memory,
+)
+from tests.sidecars import until
+from tierkv_connectors.private import private_socket
 
 pytestmark = pytest.mark.timeout(600)
 
 LENGTH, NEW = 400, 6
 STORED = LENGTH // BLOCK * BLOCK
 RAM_BYTES = 256 << 20
+NAME = f"lora-{os.getpid()}"
+"""Of the engine, by which its sidecar is found."""
 VOCABULARY = 49152
 DRAFTS = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
@@ -25,19 +41,23 @@ DRAFTS = {
 
 
 @pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    with serving(tmp_path_factory.mktemp("lora"), RAM_BYTES) as one:
-        yield one
+def sidecar() -> Listens:
+    return SimpleNamespace(path=private_socket(NAME))
 
 
 @pytest.fixture(scope="module")
-def engine(sidecar: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = llama(tmp_path_factory.mktemp("llama"))
+def engine(sidecar: Listens, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder, model = tmp_path_factory.mktemp("lora"), llama(tmp_path_factory.mktemp("llama"))
+    settings = folder / "tierkv.toml"
+    settings.write_text(f"[host]\nsize = {RAM_BYTES}\n")
+    transfer = config(sidecar, private=True, settings=str(settings)) | {"engine_id": NAME}
+    del transfer["kv_load_failure_policy"]  # a warning is all that comes of it here
     options: dict[str, Any] = {
         "max_model_len": 1024, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2,
         "speculative_config": DRAFTS, "max_logprobs": -1,
     }  # fmt: skip
-    with Engine(model, sidecar.log.with_name("engine.log"), config(sidecar), **options) as engine:
+    with Engine(model, folder / "engine.log", transfer, **options) as engine:
+        wait_for_memory(sidecar, RAM_BYTES)
         yield engine
 
 
@@ -47,7 +67,7 @@ def ask(engine: Engine, lora: tuple[str, int, Path] | None = None) -> Answer:
 
 
 def test_r04_adapters_share_nothing_but_what_is_the_same(
-    engine: Engine, sidecar: Process, tmp_path: Path
+    engine: Engine, sidecar: Listens, tmp_path: Path
 ) -> None:
     """Neither in the sidecar nor, where we store what was computed on it, in vLLM's own cache."""
     one, two = lora_of(tmp_path / "one", 1), lora_of(tmp_path / "two", 2)
@@ -78,7 +98,7 @@ def test_r04_adapters_share_nothing_but_what_is_the_same(
 
 
 def test_of_drafts_only_what_was_accepted_is_stored(
-    engine: Engine, sidecar: Process, tmp_path: Path
+    engine: Engine, sidecar: Listens, tmp_path: Path
 ) -> None:
     """Blocks of an answer that was computed three tokens ahead are what computing them gives."""
     start = prompt(100, 3)
@@ -110,3 +130,14 @@ def test_of_drafts_only_what_was_accepted_is_stored(
     lose(sidecar)
     assert engine.reset_prefix_cache()
     assert np.abs(found - follows("computed.npy")).max() < 1e-3
+
+
+def test_it_warns_of_the_policy_that_fails_requests(engine: Engine) -> None:
+    assert "kv_load_failure_policy is 'fail'" in engine.log.read_text()
+
+
+def test_its_sidecar_ends_with_it(engine: Engine, sidecar: Listens) -> None:
+    """The last test: the engine is gone after it."""
+    assert sidecar.path.exists()
+    engine.stop()
+    assert until(lambda: not sidecar.path.parent.exists())

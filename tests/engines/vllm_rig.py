@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.engines.vllm_engine import Engine, needs_vllm
 from tests.sidecars import Process, until
@@ -19,11 +19,17 @@ def prompt(count: int, seed: int = 1, start: int = 0) -> list[int]:
     return [100 + (seed * 7919 + number * 104729) % 40000 for number in range(start, count)]
 
 
+class Listens(Protocol):
+    """A sidecar, whoever started it."""
+
+    path: Path
+
+
 WAITS = {"deadline_s": 60.0, "timeout_s": 10.0}
 """Longer than any machine that is busy with other things may need."""
 
 
-def config(sidecar: Process, **options: Any) -> dict[str, Any]:
+def config(sidecar: Listens, **options: Any) -> dict[str, Any]:
     return {
         "kv_connector": "TierKVConnector",
         "kv_connector_module_path": "tierkv_connectors.vllm",
@@ -33,7 +39,7 @@ def config(sidecar: Process, **options: Any) -> dict[str, Any]:
     }
 
 
-def stat(sidecar: Process) -> dict[str, Any]:
+def stat(sidecar: Listens) -> dict[str, Any]:
     client = connect(sidecar.path)
     found = client.stat()
     client.close()
@@ -44,16 +50,20 @@ def stat(sidecar: Process) -> dict[str, Any]:
 def begin(sidecar: Process, ram_bytes: int) -> None:
     """Start a sidecar and wait until all of its memory is there."""
     sidecar.start()
+    wait_for_memory(sidecar, ram_bytes)
+
+
+def wait_for_memory(sidecar: Listens, ram_bytes: int) -> None:
     assert until(lambda: stat(sidecar)["tiers"][0]["capacity_bytes"] == ram_bytes)
 
 
-def hits(sidecar: Process) -> dict[str, int]:
+def hits(sidecar: Listens) -> dict[str, int]:
     """Return tokens of answered blocks by tier."""
     by_tier: dict[str, int] = stat(sidecar)["hits_by_tier_blocks"]
     return {tier: count * BLOCK for tier, count in by_tier.items() if count}
 
 
-def stored(sidecar: Process) -> int:
+def stored(sidecar: Listens) -> int:
     """Return blocks in RAM."""
     count: int = stat(sidecar)["tiers"][0]["placements"]
     return count
@@ -76,7 +86,7 @@ def find_again(engine: Engine) -> None:
     assert until(lambda: engine.generate([prompt(2 * BLOCK + 1, 77)], 1)[0].cached == 2 * BLOCK)
 
 
-def lose(sidecar: Process) -> None:
+def lose(sidecar: Listens) -> None:
     """Clear everything, whatever has been promised of it."""
     client = connect(sidecar.path)
     client.clear("default")
