@@ -75,6 +75,21 @@ def _shift(direction: str) -> Callable[..., Any]:
     return found
 
 
+def _vectors(bits: int) -> Callable[..., Any]:
+    """Return an intrinsic that lets loops of its kernel take vectors of so many bits."""
+
+    def typed(_context: Any) -> Any:  # noqa: ANN401 -- numba's own types
+        def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:  # noqa: ANN401
+            # llvmlite lets only attributes pass that it knows by name.
+            set.add(builder.function.attributes, f'"prefer-vector-width"="{bits}"')
+            return context.get_dummy_value()
+
+        return types.none(), generate
+
+    found: Callable[..., Any] = intrinsic(typed)
+    return found
+
+
 shifted_left = _shift("shl")
 """The number times a power of two, in 32 bits: twice as many of them in one instruction."""
 shifted_right = _shift("lshr")
@@ -83,6 +98,9 @@ float_of = _cast(types.float32, types.uint32)
 """The float32 with these 32 bits."""
 bits_of = _cast(types.int32, types.float32)
 """The bits of a float32."""
+widest = _vectors(512)
+"""For kernels whose loops are long: of itself the compiler stops at 256 bits, where a CPU has more.
+Loops of 32 or 64 numbers take longer with it."""
 
 
 @inlined

@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 class Sections(NamedTuple):
     """A codec's own bytes where keys and values have their own parameters and codes.
 
-    The parameters are copies, because they need not lie aligned: `finish` puts them back.
+    Parameters that do not lie at an even address are a copy, which `finish` puts back.
     """
 
     key_parameters: Halves
@@ -68,17 +68,21 @@ class Sections(NamedTuple):
     def of(cls, coded: Bytes, keys: int, values: int, key_codes: int) -> Self:
         """Cut `coded`: bytes of the parameters of each side, and of the codes of the keys."""
         middle = keys + values
+        halves = coded[:middle].view(np.uint16)
+        if not halves.flags.aligned:
+            halves = halves.copy()
         return cls(
-            coded[:keys].copy().view(np.uint16),
-            coded[keys:middle].copy().view(np.uint16),
+            halves[: keys // 2],
+            halves[keys // 2 :],
             coded[middle : middle + key_codes],
             coded[middle + key_codes :],
         )
 
     def finish(self, coded: Bytes, results: Sequence[int]) -> int:
         """Write the parameters; return what `check` takes of what the kernels returned."""
-        parameters = np.concatenate([self.key_parameters, self.value_parameters])
-        coded[: parameters.nbytes] = parameters.view(np.uint8)
+        if not np.may_share_memory(self.key_parameters, coded):
+            parameters = np.concatenate([self.key_parameters, self.value_parameters])
+            coded[: parameters.nbytes] = parameters.view(np.uint8)
         # What is not finite is said before what is too large, as in torch.
         return 1 if 1 in results else max(results)
 
@@ -124,13 +128,14 @@ class FixedRate(ABC):
         plain = block.detach().contiguous()
         sinks = place.sinks(block.shape[2])
         layout, exact, coded = self._sizes(block, sinks)
+        target, middle = out.numpy(), HEADER.size + exact
         header = HEADER.pack(layout, block.itemsize, sinks, 0, block.shape[2])
-        out[: HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        kept = plain if layout == STORED else plain[:, :, :sinks].contiguous()
-        middle = HEADER.size + exact
-        out[HEADER.size : middle].copy_(bytes_of(kept))
+        target[: HEADER.size] = np.frombuffer(header, np.uint8)
+        if exact:
+            kept = plain if layout == STORED else plain[:, :, :sinks].contiguous()
+            out[HEADER.size : middle].copy_(bytes_of(kept))
         if layout == CODED:
-            into = out[middle : middle + coded].numpy()
+            into = target[middle : middle + coded]
             if self.compiled and plain.device.type == "cpu":
                 source, by = kernel_bits(plain)
                 check(self.code_compiled(source, by, shape_of(plain, sinks), place, into))
@@ -147,8 +152,8 @@ class FixedRate(ABC):
             raise CodecError(f"{self.name} makes no payload for {out.dtype} {tuple(out.shape)}")
         sinks = place.sinks(out.shape[2])
         layout, exact, coded = self._sizes(out, sinks)
-        header = HEADER.pack(layout, out.itemsize, sinks, 0, out.shape[2])
-        if payload[: HEADER.size].numpy().tobytes() != header:
+        header, source = HEADER.pack(layout, out.itemsize, sinks, 0, out.shape[2]), payload.numpy()
+        if source[: HEADER.size].tobytes() != header:
             raise CodecError(f"the payload is not one of {self.name} for such a block")
         middle = HEADER.size + exact
         if payload.numel() != middle + coded:
@@ -160,11 +165,12 @@ class FixedRate(ABC):
             if out.is_contiguous()
             else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         )
-        kept = plain if layout == STORED else plain[:, :, :sinks]
-        exactly = payload[HEADER.size : middle].clone().view(bits_of(kept).dtype)
-        bits_of(kept).copy_(exactly.view(kept.shape))
+        if exact:
+            kept = plain if layout == STORED else plain[:, :, :sinks]
+            exactly = payload[HEADER.size : middle].clone().view(bits_of(kept).dtype)
+            bits_of(kept).copy_(exactly.view(kept.shape))
         if layout == CODED:
-            self._restore(payload[middle:].numpy(), sinks, place, plain)
+            self._restore(source[middle:], sinks, place, plain)
         if plain is not out:
             bits_of(out).copy_(bits_of(plain))
 

@@ -23,6 +23,7 @@ from tierkv_codecs.bits import (
     of_half,
     shifted_left,
     upper_bits,
+    widest,
 )
 from tierkv_codecs.fixed import Shape
 from tierkv_codecs.rope import Turn
@@ -54,11 +55,15 @@ def _code(value: np.float32, shift: np.float32, inverse: np.float32) -> np.float
 @kernel
 def _load(source: Integers, by: int, start: int, dim: int, tile: Floats) -> np.int32:
     """Read heads that follow each other; returns the largest magnitude's bits."""
-    worst = np.int32(0)
-    for number in range(len(tile)):
-        at = (start + number) * dim
-        part, row = source[at : at + dim], tile[number]
-        for channel in range(dim):
+    widest()
+    worst, (count, lanes) = np.int32(0), tile.shape
+    # Heads without padding are one long row: a short one costs half as much again.
+    rows, width = (count, dim) if dim < lanes else (1, count * dim)
+    flat = tile.reshape(count * lanes)
+    for number in range(rows):
+        at = start * dim + number * width
+        part, row = source[at : at + width], flat[number * lanes : number * lanes + width]
+        for channel in range(width):
             bits = shifted_left(part[channel], by)
             worst = most(worst, np.int32(bits & 0x7FFF_FFFF))
             row[channel] = float_of(bits)
@@ -68,10 +73,14 @@ def _load(source: Integers, by: int, start: int, dim: int, tile: Floats) -> np.i
 @kernel
 def _store(tile: Floats, target: Integers, by: int, start: int, dim: int) -> None:
     """Write heads that follow each other."""
-    for number in range(len(tile)):
-        at = (start + number) * dim
-        part, row = target[at : at + dim], tile[number]
-        for channel in range(dim):
+    widest()
+    count, lanes = tile.shape
+    rows, width = (count, dim) if dim < lanes else (1, count * dim)
+    flat = tile.reshape(count * lanes)
+    for number in range(rows):
+        at = start * dim + number * width
+        part, row = target[at : at + width], flat[number * lanes : number * lanes + width]
+        for channel in range(width):
             part[channel] = upper_bits(row[channel], by)
 
 
@@ -97,6 +106,7 @@ def _rotate(tile: Floats, heads: int, turn: Turn, first: int) -> None:
 @kernel
 def _channel_extremes(tile: Floats, low: Floats, high: Floats) -> None:
     """Find least and greatest of each channel."""
+    widest()
     for channel in range(len(low)):
         low[channel] = high[channel] = tile[0, channel]
     for number in range(1, len(tile)):
@@ -152,6 +162,7 @@ def _part(pairs: Halves, groups: int, shifts: Halves, spans: Halves) -> None:
 @kernel
 def _channel_codes(tile: Floats, shift: Floats, inverse: Floats) -> None:
     """Turn values into codes, channel by channel."""
+    widest()
     for number in range(len(tile)):
         row = tile[number]
         for channel in range(len(row)):
@@ -173,6 +184,7 @@ def _group_codes(tile: Floats, dim: int, shift: Floats, inverse: Floats) -> None
 @kernel
 def _channel_values(tile: Floats, shift: Floats, step: Floats) -> None:
     """Turn codes into values, channel by channel."""
+    widest()
     for number in range(len(tile)):
         row = tile[number]
         for channel in range(len(row)):

@@ -38,6 +38,7 @@ from tierkv_codecs.bits import (
     of_half,
     shifted_left,
     upper_bits,
+    widest,
 )
 from tierkv_codecs.codec import Place, Unsuited
 from tierkv_codecs.fixed import FixedRate, Sections, Shape, behind
@@ -140,6 +141,7 @@ def _code_keys(source: Integers, by: int, shape: Shape, parameters: Halves, code
 
     Returns: 0, 1 for values not finite, 2 for ones too large.
     """
+    widest()
     width, tokens = shape.heads * shape.dim, shape.tokens - shape.sinks
     low, high = np.zeros(width, np.float32), np.zeros(width, np.float32)
     worst, largest = np.int32(0), np.int32(0)
@@ -180,6 +182,7 @@ def _restore_keys(
     target: Integers, by: int, shape: Shape, parameters: Halves, codes: Bytes
 ) -> None:
     """Fill the first plane of every layer behind the sinks."""
+    widest()
     width, tokens = shape.heads * shape.dim, shape.tokens - shape.sinks
     shift, step = np.zeros(width, np.float32), np.zeros(width, np.float32)
     pair, at = 0, 0
