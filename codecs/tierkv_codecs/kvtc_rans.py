@@ -66,19 +66,19 @@ def push(
 ) -> None:
     """Encode a group's symbols; `ends` says where words and escapes begin."""
     before, after, start = level
-    line, kinds = np.zeros(q.shape[1], np.uint32), np.zeros(8, np.uint32)
+    line, kinds = np.zeros(q.shape[1], np.uint8), np.zeros(8, np.uint32)
     for c in range(len(q) - 1, -1, -1):
         if after[c] == before[c]:
             continue
         begin = start[c] if before[c] == NONE else before[c]
         for shift in range(after[c] + 1, begin + 1):
             _kinds(refine[c, shift], shift & 1, kinds)
-            _refinements(q[c], shift, kinds, line)
-            _push_line(line, states, words, ends)
+            _refinements(q[c], shift, line)
+            _push_line(line, kinds, states, words, ends)
         if before[c] == NONE:
-            if _firsts(q[c], begin, ranges[c], line) >= ESCAPE:
+            if _firsts(q[c], begin, line) >= ESCAPE:
                 _push_escapes(q[c], begin, escapes, ends)
-            _push_line(line, states, words, ends)
+            _push_line(line, ranges[c], states, words, ends)
 
 
 @inlined
@@ -94,8 +94,8 @@ def _kinds(table: Words, odd: int, kinds: Ranges) -> None:
 
 
 @inlined
-def _refinements(row: Indices, shift: int, kinds: Ranges, line: Ranges) -> None:
-    """Find each token's range when going from a shift to the next finer one."""
+def _refinements(row: Indices, shift: int, line: Symbols) -> None:
+    """Find each token's kind when going from a shift to the next finer one."""
     offset, finer, odd = np.int32(OFFSETS[shift]), np.int32(OFFSETS[shift - 1]), np.int32(shift & 1)
     for t in range(len(row)):
         value = np.int32(row[t])
@@ -106,19 +106,19 @@ def _refinements(row: Indices, shift: int, kinds: Ranges, line: Ranges) -> None:
         of_zero = of_zero if b != 0 else np.int32(0)
         of_more = np.int32(4 + b - 2 * a - odd)
         of_more = np.int32(of_more + 2) if a > 1 else of_more
-        line[t] = kinds[np.uint32(of_more if a > 0 else of_zero)]
+        line[t] = np.uint8(of_more if a > 0 else of_zero)
 
 
 @inlined
-def _firsts(row: Indices, shift: int, ranges: Ranges, line: Ranges) -> np.int32:
-    """Find each token's range of its first index; returns the greatest magnitude."""
+def _firsts(row: Indices, shift: int, line: Symbols) -> np.int32:
+    """Find the symbol of each token's first index; returns the greatest magnitude."""
     offset, greatest = np.int32(OFFSETS[shift]), np.int32(0)
     for t in range(len(row)):
         value = np.int32(row[t])
         b = shifted_right(np.int32(np.int32(abs(value)) + offset), shift)
         greatest = most(greatest, b)
         b = least(b, np.int32(ESCAPE))
-        line[t] = ranges[np.uint32(np.int32(ESCAPE - b) if value < 0 else np.int32(ESCAPE + b))]
+        line[t] = np.uint8(np.int32(ESCAPE - b) if value < 0 else np.int32(ESCAPE + b))
     return greatest
 
 
@@ -143,18 +143,18 @@ def _put(x: Any, one: Any, words: Words, at: Any) -> tuple[Any, Any]:  # noqa: A
 
 
 @inlined
-def _push_line(line: Ranges, states: Longs, words: Words, ends: Longs) -> None:
-    """Push a range for each token, the last one first."""
+def _push_line(line: Symbols, ranges: Ranges, states: Longs, words: Words, ends: Longs) -> None:
+    """Push a symbol for each token, the last one first."""
     at, whole = ends[0], len(line) >> 2 << 2
     for t in range(len(line) - 1, whole - 1, -1):
-        states[t & 3], at = _put(states[t & 3], line[t], words, at)
+        states[t & 3], at = _put(states[t & 3], ranges[line[t]], words, at)
     a, b, c, d = states[0], states[1], states[2], states[3]
     for turn in range(whole >> 2):
         stop = np.uint64(whole - 4 * turn)
-        d, at = _put(d, line[stop - np.uint64(1)], words, at)
-        c, at = _put(c, line[stop - np.uint64(2)], words, at)
-        b, at = _put(b, line[stop - np.uint64(3)], words, at)
-        a, at = _put(a, line[stop - np.uint64(4)], words, at)
+        d, at = _put(d, ranges[line[stop - np.uint64(1)]], words, at)
+        c, at = _put(c, ranges[line[stop - np.uint64(2)]], words, at)
+        b, at = _put(b, ranges[line[stop - np.uint64(3)]], words, at)
+        a, at = _put(a, ranges[line[stop - np.uint64(4)]], words, at)
     states[0], states[1], states[2], states[3] = a, b, c, d
     ends[0] = at
 
