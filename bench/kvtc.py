@@ -157,10 +157,10 @@ def products(
     width = means[0].numel() // len(place.layers) * LAYERS_AT_ONCE
     for side, of_side in enumerate(rows):
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        narrow = of_side.bfloat16()
+        narrow = of_side.narrow
         others = narrow[torch.from_numpy(found.marks < ANCHOR)]
-        forward += [(ready.basis, narrow.T), (ready.wide, of_side.T)]
-        values = torch.randn(ready.rank, len(of_side))
+        forward += [(ready.basis, narrow.T), (ready.wide, of_side.exact.T)]
+        values = torch.randn(ready.rank, len(narrow))
         made = [(ready.synthesis, split(values, len(ready.wide)))]
         done = ready
         for grade in range(USUAL + 1, ANCHOR):
@@ -190,8 +190,9 @@ def speed(codec: Kvtc, blocks: list[tuple[int, torch.Tensor]]) -> dict[str, floa
     clock = time.process_time
     for turn, (position, block) in enumerate(blocks[:9]):
         place = place_of(artifact, position)
-        out = torch.empty(codec.bound(block.numel() * 2), dtype=torch.uint8)
-        back = torch.empty_like(block)
+        # Memory that is there, as a store's is.
+        out = torch.zeros(codec.bound(block.numel() * 2), dtype=torch.uint8)
+        back = torch.zeros_like(block)
         forward, backward = products(codec, block, place)
         forward(), backward()
         times = [clock()]

@@ -71,7 +71,9 @@ def calibration_rows(count: int = 16, tokens: int = 256, *, graded: bool = False
     zero = torch.zeros(FEATURES)
     blocks = [text_like(tokens, 100 + number) for number in range(count)]
     pairs = [plain_rows_of(block, (SPEC,) * LAYERS, 0, (zero, zero)) for block in blocks]
-    keys, values = (torch.cat(side).half() for side in zip(*pairs, strict=True))
+    keys, values = (
+        torch.cat([of.exact for of in side]).half() for side in zip(*pairs, strict=True)
+    )
     generator = torch.Generator().manual_seed(5)
     roots = torch.randn((2, LAYERS * HEADS, DIM, DIM), generator=generator)
     held = torch.arange(len(keys)) // tokens % 8 == 7

@@ -24,13 +24,14 @@ from tierkv_codecs.codec import CodecError, Place, Unsuited
 from tierkv_codecs.kvtc_artifact import ANCHOR, CODEC_ID, Artifact
 from tierkv_codecs.kvtc_drift import features as drift_features
 from tierkv_codecs.kvtc_drift import level as drift_level
-from tierkv_codecs.kvtc_drift import losses_of, rounded
+from tierkv_codecs.kvtc_drift import losses_of, rounded, typical
 from tierkv_codecs.kvtc_drift import tables as drift_tables
 from tierkv_codecs.kvtc_grades import (
     Group,
     Restored,
     coefficients_of,
     empty_groups,
+    order_of,
     packed,
     packed_bytes,
     unpacked,
@@ -53,6 +54,7 @@ GUARD_TOKENS = 16
 """So many tokens, spread over the block, are looked at by the guard."""
 LAYERS_AT_ONCE = 5
 """Layers are decoded in runs of so many, from the first."""
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ class Kvtc:
         rows = rows_of(block[:, :, sinks:], place.layers, place.position + sinks, means)
         found = coefficients_of(self.artifact_file, rows, self.levels - 1)
         groups = found.groups(self.artifact_file, self.levels - 1)
-        others = np.flatnonzero(found.marks < ANCHOR)
+        others = np.sort(np.concatenate([_NONE, *(group.tokens for group in typical(groups))]))
         few = min(GUARD_TOKENS, len(others))
         at = others[np.linspace(0, len(others) - 1, few).astype(np.int64)]
-        errors, lost = losses_of(self.artifact_file, rows[1], groups, self.levels, at)
+        errors, lost = losses_of(self.artifact_file, rows[1].exact, groups, self.levels, at)
         self._watch(errors, found.marks[at])
         anchors = torch.from_numpy(np.flatnonzero(found.marks == ANCHOR))
-        apart = self.artifact_file.anchors.encode((rows[0][anchors], rows[1][anchors]))
+        apart = self.artifact_file.anchors.encode((rows[0].exact[anchors], rows[1].exact[anchors]))
         pieces = [
             self._segment(groups, lost[number], number, () if number else (apart,))
             for number in range(self.levels)
@@ -134,7 +136,7 @@ class Kvtc:
         sides = [
             Restored(self.artifact_file, groups, side, level, tokens, out.device) for side in (0, 1)
         ]
-        at, anchors = torch.from_numpy(np.flatnonzero(marks == ANCHOR)), anchors.to(out.device)
+        order, anchors = order_of(marks), anchors.to(out.device)
         means = self._means(out.device)
         means = (means[0], means[1] + drift.to(out.device))
         width = means[0].numel() // len(place.layers)
@@ -143,12 +145,13 @@ class Kvtc:
             features = slice(start * width, stop * width)
             keys, values = (side.features(features) for side in sides)
             for rows, apart in zip((keys, values), anchors[:, :, features], strict=True):
-                rows[at] = apart.to(rows.dtype)
+                rows[tokens - len(apart) :] = apart
             write_rows(
                 (keys, values),
                 place.layers[start:stop],
                 place.position + sinks,
                 (means[0][features], means[1][features]),
+                order,
                 out[start:stop, :, sinks:],
             )
             yield stop

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
+from tierkv_codecs.kvtc_cells import CENTRES, restore_whole
 from tierkv_codecs.kvtc_rans import FIRST_SYMBOLS, NONE, SHIFTS, TOTAL
 from tierkv_codecs.kvtc_stream import MOST, Level, Stream, Tables, decode, encode
 
@@ -52,9 +52,7 @@ class Anchors:
         """Return float32 [2, token, p], the rows that a stream holds. Raises: StreamError."""
         indices = np.zeros((len(self.start), tokens), np.int32)
         decode([(indices, self._level)], self._tables, stream)
-        cells = Cells(np.zeros(len(self.start), np.int8), self.centres.numpy())
-        values = np.empty(indices.shape, np.float32)
-        restore(indices, np.arange(tokens), cells, values)
+        values = restore_whole(indices, self.centres.numpy())
         apart = torch.from_numpy(values).view(2, *self.root.shape[1:3], tokens)
         rows = (self.root @ apart).flatten(1, 2).transpose(1, 2)
         return rows + self.offset[:, None]

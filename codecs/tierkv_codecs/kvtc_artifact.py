@@ -25,6 +25,7 @@ from tierkv.part import Part
 from tierkv_codecs.kvtc_anchors import Anchors, are_probabilities, sound
 from tierkv_codecs.kvtc_cells import CENTRES, Cells, restore
 from tierkv_codecs.kvtc_rans import FIRST_SYMBOLS, NONE, SHIFTS, TOTAL
+from tierkv_codecs.kvtc_rows import Rows
 from tierkv_codecs.kvtc_stream import Level, Tables, coarsened
 
 CODEC_ID = 6
@@ -226,11 +227,11 @@ class Artifact:
         return Ready(rank, of.basis[:rank], wide, synthesis)
 
 
-def project(rows: torch.Tensor, ready: Ready) -> torch.Tensor:
-    """Return coefficients float32 [rank, tokens], in steps, of centred rows [tokens, features]."""
-    basis, wide = ready.basis.to(rows.device), ready.wide.to(rows.device)
-    coefficients = (basis @ rows.bfloat16().T).float()
-    coefficients[: len(wide)] = wide @ rows.T
+def project(rows: Rows, ready: Ready) -> torch.Tensor:
+    """Return coefficients float32 [rank, tokens], in steps."""
+    basis, wide = ready.basis.to(rows.exact.device), ready.wide.to(rows.exact.device)
+    coefficients = (basis @ rows.narrow.T).float()
+    coefficients[: len(wide)] = wide @ rows.exact.T
     return coefficients
 
 

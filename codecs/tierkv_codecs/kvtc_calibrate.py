@@ -25,6 +25,7 @@ from tierkv_codecs.kvtc_grades import coefficients_of
 from tierkv_codecs.kvtc_heed import AHEAD, Heed, budgets_of, fit_heed
 from tierkv_codecs.kvtc_measure import Measured, first_table, measure, probabilities, refine_table
 from tierkv_codecs.kvtc_rans import ESCAPE, FIRST_SYMBOLS, NONE, SHIFTS
+from tierkv_codecs.kvtc_rows import Rows as Centred
 
 HEADROOM = 1.4
 """A level's budget is what its ratio leaves, less this factor: `kvtc@8x` is to realise 9 (as in the
@@ -274,7 +275,7 @@ def _with_drift(
             part[start : start + DRIFT_BLOCK].float() - side.mean
             for part, side in zip((rows.keys, rows.values), sides, strict=True)
         )
-        block = coefficients_of(artifact, (keys, values), levels - 1)
+        block = coefficients_of(artifact, (Centred.of(keys), Centred.of(values)), levels - 1)
         groups = block.groups(artifact, levels - 1)
         drifted = drift_of(artifact, values, groups, levels)
         for into, one in zip(found, drifted, strict=True):

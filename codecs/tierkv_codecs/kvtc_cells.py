@@ -10,7 +10,18 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv_codecs.bits import Bytes, Floats, float_of, inlined, kernel, least, most, upper_bits
+from tierkv_codecs.bits import (
+    Bytes,
+    Floats,
+    float_of,
+    inlined,
+    kernel,
+    least,
+    most,
+    shifted_right,
+    upper_bits,
+    widest,
+)
 from tierkv_codecs.kvtc_rans import OFFSETS, SHIFTS, Shifts
 from tierkv_codecs.kvtc_stream import MOST
 
@@ -22,11 +33,9 @@ Columns = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 
 
-def indices_of(values: Floats, columns: Columns, rank: int) -> NDArray[np.int16]:
-    """Return the finest indices int16 [rank, columns] of some columns of coefficients in steps."""
-    found = np.empty((rank, len(columns)), np.int16)
+def fill_indices(values: Floats, columns: Columns, found: NDArray[np.int16]) -> None:
+    """Fill `found` [rank or fewer, columns] with the finest indices of coefficients in steps."""
     _indices(values, columns, found)
-    return found
 
 
 class Cells(NamedTuple):
@@ -49,27 +58,36 @@ def restore(coarse: NDArray[np.signedinteger], columns: Columns, cells: Cells, o
         cells: of these components.
         out: float32.
     """
-    _restore(coarse, columns, *cells, OFFSETS, False, out)  # noqa: FBT003
+    _restore(coarse, np.arange(len(columns)), columns, *cells, OFFSETS, False, out)  # noqa: FBT003
 
 
-def restore_finest(indices: NDArray[np.int16], columns: Columns, cells: Cells, out: Floats) -> None:
-    """Do as `restore`, from the finest indices."""
-    _restore(indices, columns, *cells, OFFSETS, True, out)  # noqa: FBT003
+def restore_finest(
+    indices: NDArray[np.int16], some: Columns, columns: Columns, cells: Cells, out: Floats
+) -> None:
+    """Do as `restore`, from some columns of the finest indices."""
+    _restore(indices, some, columns, *cells, OFFSETS, True, out)  # noqa: FBT003
 
 
 def restore_split(
     coarse: NDArray[np.signedinteger],
-    columns: Columns,
+    first: int,
     cells: Cells,
     wide: int,
     bits: NDArray[np.int16],
 ) -> None:
-    """Fill some columns of `bits`, bfloat16 [2 wide + rank, all], with what indices stand for.
+    """Fill columns of `bits` from the first on, bfloat16 [2 wide + rank, all], from indices.
 
     The first `wide` rows are what bfloat16 has lost of as many coefficients, then come these, then
     all of them.
     """
-    _restore_split(coarse, columns, *cells, wide, bits)
+    _restore_split(coarse, first, *cells, wide, bits)
+
+
+def restore_whole(indices: NDArray[np.int32], centres: Bytes) -> Floats:
+    """Return what indices [rank, few] at shift 0 stand for; centres uint8 [rank, CENTRES]."""
+    found = np.empty(indices.shape, np.float32)
+    _restore_whole(indices, centres, found)
+    return found
 
 
 def add_sums(indices: NDArray[np.int16], cells: Cells, sums: Doubles) -> None:
@@ -107,9 +125,18 @@ def _line(row: NDArray[np.signedinteger], shift: int, centres: Bytes, line: Floa
         line[j] = value if cell > 0 else -value
 
 
+@inlined
+def _coarsen(cells: NDArray[np.int32], shift: int, offset: np.int32) -> None:
+    """Turn the finest indices of a component into those at a shift."""
+    for j in range(len(cells)):
+        magnitude = shifted_right(np.int32(np.int32(abs(cells[j])) + offset), shift)
+        cells[j] = magnitude if cells[j] > 0 else -magnitude
+
+
 @kernel
 def _restore(
     indices: NDArray[np.signedinteger],
+    some: Columns,
     columns: Columns,
     shifts: Shifts,
     centres: Bytes,
@@ -120,40 +147,51 @@ def _restore(
     cells, line = np.zeros(len(columns), np.int32), np.zeros(len(columns), np.float32)
     for c in range(len(out)):
         row, to, shift = indices[c], out[c], int(shifts[c])
+        for j in range(len(columns)):
+            cells[j] = row[some[j]]
         if finest and shift < SHIFTS:
-            for j in range(len(columns)):
-                magnitude = (abs(np.int64(row[j])) + offsets[shift]) >> shift
-                cells[j] = magnitude if row[j] > 0 else -magnitude
-        else:
-            for j in range(len(columns)):
-                cells[j] = row[j]
+            _coarsen(cells, shift, offsets[shift])
         _line(cells, shift, centres[c], line)
         for j in range(len(columns)):
             to[columns[j]] = line[j]
 
 
 @kernel
+def _restore_whole(indices: NDArray[np.int32], centres: Bytes, found: Floats) -> None:
+    # Where a component has a token or two, to begin a loop takes longer than the loop.
+    for c in range(len(indices)):
+        for j in range(indices.shape[1]):
+            cell = indices[c, j]
+            magnitude = np.int32(abs(cell))
+            centre = centres[c, least(most(magnitude, np.int32(1)), np.int32(CENTRES)) - 1]
+            value = np.float32(magnitude) + np.float32(centre) / np.float32(CENTRE_UNIT)
+            value = value - np.float32(0.5) if magnitude > 0 else np.float32(0.0)
+            found[c, j] = value if cell > 0 else -value
+
+
+@kernel
 def _restore_split(
     indices: NDArray[np.signedinteger],
-    columns: Columns,
+    first: int,
     shifts: Shifts,
     centres: Bytes,
     wide: int,
     bits: NDArray[np.int16],
 ) -> None:
-    line, narrow = np.zeros(len(columns), np.float32), np.zeros(len(columns), np.int16)
+    widest()
+    tokens = indices.shape[1]
+    line = np.zeros(tokens, np.float32)
     for c in range(len(indices)):
         _line(indices[c], int(shifts[c]), centres[c], line)
-        for j in range(len(columns)):
-            narrow[j] = np.int16(upper_bits(line[j], 16))
-        to = bits[2 * wide + c]
-        for j in range(len(columns)):
-            to[columns[j]] = narrow[j]
+        to = bits[2 * wide + c][first : first + tokens]
+        for j in range(tokens):
+            to[j] = np.int16(upper_bits(line[j], 16))
         if c < wide:
-            lost, first = bits[c], bits[wide + c]
-            for j in range(len(columns)):
-                rest = line[j] - float_of(np.int32(narrow[j]) << 16)
-                lost[columns[j]], first[columns[j]] = upper_bits(rest, 16), narrow[j]
+            bits[wide + c][first : first + tokens] = to
+            lost = bits[c][first : first + tokens]
+            for j in range(tokens):
+                rest = line[j] - float_of(np.int32(to[j]) << 16)
+                lost[j] = np.int16(upper_bits(rest, 16))
 
 
 @kernel
@@ -178,23 +216,13 @@ def _add_sums(
         parts, signs = np.int64(0), np.int64(0)
         for t in range(len(row)):
             index = np.int32(row[t])
-            magnitude = np.int32((abs(index) + offset) >> shift)
+            magnitude = shifted_right(np.int32(np.int32(abs(index)) + offset), shift)
             centre = first if magnitude == 1 else second if magnitude == 2 else more  # noqa: PLR2004
-            sign = np.int32(magnitude > 0) * (np.int32(1) if index > 0 else np.int32(-1))
-            parts += sign * (magnitude * CENTRE_UNIT + centre)
+            sign = np.int32(1) if index > 0 else np.int32(-1)
+            sign = sign if magnitude > 0 else np.int32(0)
+            parts += np.int32(sign * np.int32(np.int32(magnitude * CENTRE_UNIT) + centre))
             signs += sign
         sums[c] += parts * (float(1 << shift) / CENTRE_UNIT) - signs * (offset + 0.5)
-
-
-@kernel
-def add_columns(bits: NDArray[np.int16], more: NDArray[np.int16], columns: Columns) -> None:
-    """Add bfloat16 numbers [rows, columns] to some columns of others, whose bits are given."""
-    for r in range(len(more)):
-        row, other = bits[r], more[r]
-        for j in range(len(columns)):
-            one = float_of(np.int32(row[columns[j]]) << 16)
-            two = float_of(np.int32(other[j]) << 16)
-            row[columns[j]] = upper_bits(one + two, 16)
 
 
 def mean_row(rows: Floats, tokens: Columns) -> Floats:
@@ -211,3 +239,21 @@ def _add_rows(rows: Floats, tokens: Columns, sums: Floats) -> None:
         row = rows[tokens[j]]
         for i in range(len(sums)):
             sums[i] += row[i]
+
+
+@kernel
+def lose(rows: Floats, tokens: Columns, mean: Floats, remade: Floats) -> None:
+    """Turn what some tokens and, behind these, a mean are remade as into what they have lost.
+
+    Args:
+        rows: [token, features].
+        tokens: whose columns the first ones are.
+        mean: [features], of all other columns.
+        remade: [features, columns].
+    """
+    for i in range(len(remade)):
+        line = remade[i]
+        for j in range(len(tokens)):
+            line[j] = rows[tokens[j], i] - line[j]
+        for j in range(len(tokens), len(line)):
+            line[j] = mean[i] - line[j]

@@ -14,14 +14,22 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv_codecs.bits import Floats
-from tierkv_codecs.kvtc_artifact import Artifact, Side
-from tierkv_codecs.kvtc_cells import add_sums, mean_row
+from tierkv_codecs.kvtc_artifact import USUAL, Artifact, Side
+from tierkv_codecs.kvtc_cells import add_sums, lose, mean_row
 from tierkv_codecs.kvtc_grades import Group, features_of, sampled
 from tierkv_codecs.kvtc_rans import NONE, SHIFTS
 from tierkv_codecs.kvtc_stream import MOST, Level, Tables
 
 COLUMNS = 32
 """A product of so many columns takes less time than one of 17."""
+
+
+def typical(groups: Sequence[Group[np.int16]]) -> list[Group[np.int16]]:
+    """Return the groups up to the usual grade, or all where there is none.
+
+    What tokens of a higher grade lose is less, and to know it takes a matrix twice as large.
+    """
+    return [group for group in groups if group.grade <= USUAL] or list(groups)
 
 
 def drift_of(
@@ -48,23 +56,24 @@ def losses_of(
     """Return the squared errors of the values of some tokens, in squared steps, and the drift.
 
     The errors are those at the last of the levels; drift is that of `drift_of`. One product serves
-    both: it takes as long as it takes to read its matrix.
+    both: it takes as long as it takes to read its matrix. The tokens are of `typical` groups, which
+    alone are looked at.
     """
     if not groups:
         return np.zeros(0), torch.zeros(levels, values.shape[1])
+    whole, groups = sum(len(group.tokens) for group in groups), typical(groups)
     some, behind = len(tokens), len(tokens) + levels
     plan = artifact.plan(levels - 1, max(group.grade for group in groups))
     columns = -(-behind // COLUMNS) * COLUMNS
     known = np.zeros((artifact.ready(1, plan).rank, columns), np.float32)
     sampled(artifact, groups, 1, levels - 1, tokens, known)
     _means(artifact, groups, levels, known[:, some:behind])
-    exact = torch.zeros(values.shape[1], columns)
-    exact[:, :some] = values[torch.from_numpy(tokens)].T
-    own = np.concatenate([group.tokens for group in groups])
-    exact[:, some:behind] = torch.from_numpy(mean_row(values.cpu().numpy(), own))[:, None]
-    remade = features_of(artifact, 1, torch.from_numpy(known), values.device)
-    lost = _weighted(artifact, exact - remade.cpu())
-    return lost[:, :some].double().square().sum(0).numpy(), lost[:, some:behind].T
+    remade = features_of(artifact, 1, torch.from_numpy(known), values.device).cpu()
+    rows, own = values.cpu().numpy(), np.concatenate([group.tokens for group in groups])
+    lose(rows, tokens, mean_row(rows, own), remade.numpy())
+    lost = _weighted(artifact, remade)
+    errors = lost[:, :some].square().sum(0, dtype=torch.float64)
+    return errors.numpy(), lost[:, some:behind].T * (len(own) / whole)
 
 
 def _means(

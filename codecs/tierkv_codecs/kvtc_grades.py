@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tierkv_codecs.bits import Floats
 from tierkv_codecs.codec import Unsuited
 from tierkv_codecs.kvtc_artifact import ANCHOR, FINER, USUAL, Artifact, project
-from tierkv_codecs.kvtc_cells import Columns, add_columns, indices_of, restore_finest, restore_split
-from tierkv_codecs.tensors import bits_of
+from tierkv_codecs.kvtc_cells import fill_indices, restore_finest, restore_split
+from tierkv_codecs.kvtc_rows import Rows
 
 GRADES_PER_BYTE = 4
 N = TypeVar("N", bound=np.signedinteger[Any])
@@ -38,40 +38,36 @@ class Group(NamedTuple, Generic[N]):
 class Coefficients(NamedTuple):
     """A block in steps, as finely as each token needs it at a level.
 
-    marks: uint8 [tokens], their grades. usual: float32 [rank, tokens] of both sides, for the tokens
-    up to the usual grade. finest: of the tokens `fine`, that have a higher one and are no anchors,
-    up to their own ranks.
+    marks: uint8 [tokens], their grades. usual: float32 [rank, tokens] of both sides. fine: the
+    tokens of a higher grade that are no anchors; finer: of these, the components behind.
     """
 
     marks: NDArray[np.uint8]
     usual: tuple[Floats, ...]
     fine: NDArray[np.int64]
-    finest: tuple[Floats, ...]
-
-    def of(self, grade: int, tokens: NDArray[np.int64]) -> tuple[tuple[Floats, ...], Columns]:
-        """Return both sides' coefficients of tokens of a grade, and in which columns they are."""
-        if grade > USUAL:
-            return self.finest, np.searchsorted(self.fine, tokens)
-        return self.usual, tokens
+    finer: tuple[Floats, ...]
 
     def groups(self, artifact: Artifact, level: int) -> list[Group[np.int16]]:
         """Return the block as indices, by grades."""
         found = []
         for grade in np.unique(self.marks[self.marks < ANCHOR]):
             tokens, plan = np.flatnonzero(self.marks == grade), artifact.plan(level, int(grade))
-            values, columns = self.of(int(grade), tokens)
-            keys, rest = (
-                indices_of(of_side, columns, artifact.ready(side, plan).rank)
-                for side, of_side in enumerate(values)
+            keys, values = (
+                self._indices(side, artifact.ready(side, plan).rank, tokens) for side in (0, 1)
             )
-            found.append(Group(int(grade), tokens, (keys, rest)))
+            found.append(Group(int(grade), tokens, (keys, values)))
+        return found
+
+    def _indices(self, side: int, rank: int, tokens: NDArray[np.int64]) -> NDArray[np.int16]:
+        found, usual = np.empty((rank, len(tokens)), np.int16), self.usual[side]
+        fill_indices(usual, tokens, found[: len(usual)])
+        if rank > len(usual):
+            fill_indices(self.finer[side], np.arange(len(tokens)), found[len(usual) :])
         return found
 
 
-def coefficients_of(
-    artifact: Artifact, rows: tuple[torch.Tensor, torch.Tensor], level: int
-) -> Coefficients:
-    """Return centred rows [tokens, features] of both sides in steps.
+def coefficients_of(artifact: Artifact, rows: tuple[Rows, Rows], level: int) -> Coefficients:
+    """Return both sides in steps.
 
     Raises: Unsuited for rows that are not finite.
     """
@@ -84,45 +80,24 @@ def coefficients_of(
         raise Unsuited("it has values that are not finite")
     count = artifact.heed.shape[1]
     marks = artifact.grades((usual[0][:count], usual[1][:count]))
-    plain = [side.cpu().numpy() for side in usual]
-    fine = np.flatnonzero((marks > USUAL) & (marks < ANCHOR))
-    finest = [
-        _finest(
-            artifact,
-            number,
-            side[torch.from_numpy(fine)],
-            plain[number][:, fine],
-            level,
-            marks[fine],
-        )
-        for number, side in enumerate(rows)
-    ]
-    return Coefficients(marks, tuple(plain), fine, tuple(finest))
+    fine = np.flatnonzero(marks == FINER)
+    finer = [_finer(artifact, number, side, fine, level) for number, side in enumerate(rows)]
+    return Coefficients(marks, tuple(side.cpu().numpy() for side in usual), fine, tuple(finer))
 
 
-def _finest(
-    artifact: Artifact,
-    side: int,
-    rows: torch.Tensor,
-    usual: Floats,
-    level: int,
-    grades: NDArray[np.uint8],
+def _finer(
+    artifact: Artifact, side: int, rows: Rows, tokens: NDArray[np.int64], level: int
 ) -> Floats:
-    """Return a side's coefficients of tokens that need more than the usual ones, which are given.
+    """Return a side's coefficients behind the usual ones, of tokens that need more of them.
 
-    A basis is read from memory once for a few tokens, so no token has more of it than it needs.
+    A basis is read from memory once for a few tokens, so no others have more of it than they need.
     """
-    done, most = len(usual), artifact.ready(side, artifact.plan(level, int(grades.max(initial=0))))
-    found = np.zeros((max(most.rank, done), len(grades)), np.float32)
-    found[:done] = usual
-    for grade in range(USUAL + 1, int(grades.max(initial=0)) + 1):
-        ready, mine = artifact.ready(side, artifact.plan(level, grade)), grades >= grade
-        if ready.rank > done and mine.any():
-            some = rows[torch.from_numpy(mine)].bfloat16()
-            more = ready.basis[done:].to(rows.device) @ some.T
-            found[done : ready.rank, mine] = more.float().cpu().numpy()
-        done = max(done, ready.rank)
-    return found
+    done, ready = (artifact.ready(side, artifact.plan(level, grade)) for grade in (USUAL, FINER))
+    if not len(tokens):
+        return np.zeros((0, 0), np.float32)
+    some = rows.narrow[torch.from_numpy(tokens)]
+    more: Floats = (ready.basis[done.rank :].to(some.device) @ some.T).float().cpu().numpy()
+    return more
 
 
 def sampled(
@@ -138,10 +113,9 @@ def sampled(
         mine = np.flatnonzero(np.isin(group.tokens, tokens))
         if len(mine):
             plan = artifact.plan(level, group.grade)
-            rank = artifact.ready(side, plan).rank
-            indices = np.ascontiguousarray(group.sides[side][:rank, mine])
             columns = np.searchsorted(tokens, group.tokens[mine])
-            restore_finest(indices, columns, artifact.cells(side, plan), into[:rank])
+            known = into[: artifact.ready(side, plan).rank]
+            restore_finest(group.sides[side], mine, columns, artifact.cells(side, plan), known)
 
 
 def features_of(
@@ -189,38 +163,31 @@ def empty_groups(artifact: Artifact, marks: NDArray[np.uint8], level: int) -> li
 
 
 def restored(
-    artifact: Artifact,
-    groups: Sequence[Group[np.int32]],
-    side: int,
-    level: int,
-    tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Return the coefficients that a reader of a level has, and which tokens have more of them.
+    artifact: Artifact, groups: Sequence[Group[np.int32]], side: int, level: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the coefficients that a reader of a level has, columns in the order of `order_of`.
 
-    Bfloat16 [2 wide + rank, tokens] of all tokens, as `split` has them, with zeros for anchors;
-    [more, some] of the components behind the usual ones; and where these tokens are. `groups` hold
+    Bfloat16 [2 wide + rank, tokens] of all tokens, as `split` has them, with zeros for anchors; and
+    [more, some] of the components behind the usual ones, of tokens of a higher grade. `groups` hold
     indices as they are at the level.
     """
     usual, wide = artifact.ready(side, artifact.plan(level, USUAL)).rank, len(artifact.wide[side])
-    ranks = [artifact.ready(side, artifact.plan(level, group.grade)).rank for group in groups]
-    fine = [group.tokens for group in groups if group.grade > USUAL]
-    some = np.concatenate([np.empty(0, np.int64), *fine])
-    whole = np.zeros((2 * wide + usual, tokens), np.int16)
-    more = np.zeros((max([usual, *ranks]) - usual, len(some)), np.int16)
+    whole, more = np.zeros((2 * wide + usual, tokens), np.int16), np.zeros((0, 0), np.int16)
     done = 0
-    for group, rank in zip(groups, ranks, strict=True):
-        coarse = group.sides[side]
-        cells = artifact.cells(side, artifact.plan(level, group.grade))
-        restore_split(coarse[: min(usual, rank)], group.tokens, cells, wide, whole)
+    for group in groups:
+        plan, coarse = artifact.plan(level, group.grade), group.sides[side]
+        rank, cells = artifact.ready(side, plan).rank, artifact.cells(side, plan)
+        restore_split(coarse[: min(usual, rank)], done, cells, wide, whole)
         if group.grade > USUAL:
-            columns = np.arange(done, done + len(group.tokens))
-            restore_split(coarse[usual:rank], columns, cells.behind(usual), 0, more)
-            done += len(group.tokens)
-    return (
-        torch.from_numpy(whole).view(torch.bfloat16),
-        torch.from_numpy(more).view(torch.bfloat16),
-        some,
-    )
+            more = np.empty((rank - usual, len(group.tokens)), np.int16)
+            restore_split(coarse[usual:rank], 0, cells.behind(usual), 0, more)
+        done += len(group.tokens)
+    return torch.from_numpy(whole).view(torch.bfloat16), torch.from_numpy(more).view(torch.bfloat16)
+
+
+def order_of(marks: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the tokens of a block by grades, anchors last: what one grade has lies together."""
+    return np.argsort(marks, kind="stable")
 
 
 def split(values: torch.Tensor, wide: int) -> torch.Tensor:
@@ -252,22 +219,18 @@ class Restored:
         device: torch.device,
     ) -> None:
         ready = artifact.ready(side, artifact.plan(level, USUAL))
-        usual, more, some = restored(artifact, groups, side, level, tokens)
-        self._usual = usual.to(device)
+        usual, more = restored(artifact, groups, side, level, tokens)
+        self._usual, self._rest = usual.to(device), more.to(device)
         self._synthesis = ready.synthesis.to(device)
-        self._some = torch.from_numpy(some).to(device)
-        self._rest = more.to(device)
         finest = artifact.ready(side, artifact.plan(level, FINER)).synthesis
         behind = self._synthesis.shape[1]
         self._more = finest[:, behind : behind + len(more)].to(device)
+        stop = sum(len(group.tokens) for group in groups)
+        self._some = slice(stop - more.shape[1], stop)
 
     def features(self, span: slice) -> torch.Tensor:
-        """Return centred features of a run, bfloat16 [tokens, features]."""
+        """Return centred features of a run, bfloat16 [tokens, features], in `order_of` them."""
         found = self._synthesis[span] @ self._usual
         if self._rest.numel():
-            more = self._more[span] @ self._rest
-            if found.device.type == "cpu":
-                add_columns(bits_of(found).numpy(), bits_of(more).numpy(), self._some.numpy())
-            else:
-                found[:, self._some] += more
+            found[:, self._some] += self._more[span] @ self._rest
         return found.T

@@ -12,11 +12,11 @@ from tierkv_codecs.kvtc_cells import (
     CENTRES,
     Cells,
     add_sums,
-    indices_of,
+    fill_indices,
     restore,
     restore_finest,
 )
-from tierkv_codecs.kvtc_drift import drift_of, losses_of
+from tierkv_codecs.kvtc_drift import drift_of, losses_of, typical
 from tierkv_codecs.kvtc_grades import coefficients_of, features_of
 from tierkv_codecs.kvtc_rans import NONE, OFFSETS, SHIFTS
 from tierkv_codecs.kvtc_rows import rows_of
@@ -54,7 +54,7 @@ def test_indices_mean_what_the_format_says() -> None:
     columns = np.random.default_rng(3).permutation(TOKENS + 5)[:TOKENS]
     outs = np.full((2, RANK, TOKENS + 5), 7.0, np.float32)
     restore(coarse, columns, of, outs[0])
-    restore_finest(finest, columns, of, outs[1])
+    restore_finest(finest, np.arange(TOKENS), columns, of, outs[1])
     for out in outs:
         np.testing.assert_allclose(out[:, columns], defined(coarse, of), rtol=1e-6)
         assert (np.delete(out, columns, 1) == 7.0).all(), "other columns are left alone"
@@ -65,7 +65,8 @@ def test_indices_mean_what_the_format_says() -> None:
 
 def test_coefficients_are_rounded_to_even_and_no_larger_than_an_index() -> None:
     values = np.array([[0.5, 1.5, -2.5, 2.4999, 1e9, -np.inf]], np.float32)
-    found = indices_of(values, np.array([5, 4, 3, 2, 1, 0]), 1)
+    found = np.zeros((1, 6), np.int16)
+    fill_indices(values, np.array([5, 4, 3, 2, 1, 0]), found)
     assert found.tolist() == [[-MOST, MOST, 2, -2, 2, 0]]
 
 
@@ -74,9 +75,11 @@ def test_what_a_block_will_lose_is_known_before_it_is_written(levels: int) -> No
     level, block, side = levels - 1, text_like(96, 9, POSITION), GRADED.sides[1]
     rows = rows_of(block, (SPEC,) * LAYERS, POSITION, tuple(one.mean for one in GRADED.sides))
     found = coefficients_of(GRADED, rows, level)
-    groups, exact = found.groups(GRADED, level), rows[1]
-    others = np.flatnonzero(found.marks < ANCHOR)
-    at = others[[0, 7, 8, 50, -1]]
+    groups, exact = found.groups(GRADED, level), rows[1].exact
+    coded = int((found.marks < ANCHOR).sum())
+    looked_at = np.sort(np.concatenate([group.tokens for group in typical(groups)]))
+    assert 50 < len(looked_at) < coded, "finer tokens are there, and left out"
+    at = looked_at[[0, 7, 8, 50, -1]]
     errors, drift = losses_of(GRADED, exact, groups, levels, at)
     assert torch.equal(drift, drift_of(GRADED, exact, groups, levels))
     lost = exact.clone()
@@ -86,7 +89,7 @@ def test_what_a_block_will_lose_is_known_before_it_is_written(levels: int) -> No
         lost[torch.from_numpy(group.tokens)] -= features_of(GRADED, 1, values, exact.device).T
     apart = lost.view(len(lost), len(side.root), -1).permute(1, 2, 0)
     weighted = torch.linalg.solve(side.root, apart).flatten(0, 1)
-    mean = weighted[:, torch.from_numpy(others)].mean(1)
+    mean = weighted[:, torch.from_numpy(looked_at)].sum(1) / coded
     expected = weighted[:, torch.from_numpy(at)].square().sum(0).numpy()
     np.testing.assert_allclose(errors, expected, rtol=0.02)
     off = (drift[-1] - mean).square().mean().sqrt()

@@ -1,5 +1,6 @@
 """Blocks as feature rows: the fused kernels do what their torch twins do, and come back."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ ROPES = [
 ]
 LAYERS = tuple(LayerSpec(kv_heads=HEADS, k_dim=DIM, v_dim=DIM, rope=rope) for rope in ROPES)
 FEATURES = len(LAYERS) * HEADS * DIM
+ORDER = np.random.default_rng(3).permutation(TOKENS)
 
 
 def block_of(dtype: torch.dtype) -> torch.Tensor:
@@ -34,20 +36,22 @@ def test_kernels_do_what_torch_does(dtype: torch.dtype) -> None:
     for found, plain in zip(
         rows_of(block, LAYERS, 77, means()), plain_rows_of(block, LAYERS, 77, means()), strict=True
     ):
-        torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
-    rows = plain_rows_of(block, LAYERS, 77, means())
+        torch.testing.assert_close(found.exact, plain.exact, rtol=0, atol=1e-6)
+        assert torch.equal(found.narrow, found.exact.bfloat16())
+    keys, values = plain_rows_of(block, LAYERS, 77, means())
+    rows = (keys.exact, values.exact)
     out, plain_out = torch.empty_like(block), torch.empty_like(block)
-    write_rows(rows, LAYERS, 77, means(), out)
-    plain_write_rows(rows, LAYERS, 77, means(), plain_out)
+    write_rows(rows, LAYERS, 77, means(), ORDER, out)
+    plain_write_rows(rows, LAYERS, 77, means(), ORDER, plain_out)
     torch.testing.assert_close(out, plain_out, rtol=2**-7, atol=1e-6)
 
 
 def test_rows_come_back_into_any_strides() -> None:
     block = block_of(torch.float32)
-    rows = rows_of(block, LAYERS, 5, means())
+    keys, values = rows_of(block, LAYERS, 5, means())
     pages = torch.zeros((len(LAYERS), 2, HEADS, 40, DIM))
     view = pages.transpose(2, 3)[:, :, 8 : 8 + TOKENS]
-    write_rows(rows, LAYERS, 5, means(), view)
+    write_rows((keys.exact[ORDER], values.exact[ORDER]), LAYERS, 5, means(), ORDER, view)
     torch.testing.assert_close(view, block, rtol=0, atol=1e-5)
     assert not pages[..., :8, :].any()
     assert not pages[..., 8 + TOKENS :, :].any()
@@ -58,9 +62,9 @@ def test_a_run_of_layers_is_written_alone() -> None:
     keys, values = rows_of(block, LAYERS, 5, means())
     part = slice(HEADS * DIM, 3 * HEADS * DIM)
     out = torch.zeros_like(block)
-    sides = (keys[:, part].contiguous(), values[:, part].contiguous())
+    sides = (keys.exact[ORDER, part].contiguous(), values.exact[ORDER, part].contiguous())
     first, second = means()
-    write_rows(sides, LAYERS[1:3], 5, (first[part], second[part]), out[1:3])
+    write_rows(sides, LAYERS[1:3], 5, (first[part], second[part]), ORDER, out[1:3])
     torch.testing.assert_close(out[1:3], block[1:3], rtol=0, atol=1e-5)
     assert not out[0].any()
     assert not out[3:].any()
@@ -71,5 +75,5 @@ def test_what_a_dtype_cannot_hold_becomes_its_largest(dtype: torch.dtype) -> Non
     rows = torch.full((TOKENS, FEATURES), 3.4e38), torch.full((TOKENS, FEATURES), -1e38)
     zero = torch.zeros(FEATURES)
     out = torch.empty((len(LAYERS), 2, TOKENS, HEADS, DIM), dtype=dtype)
-    write_rows(rows, LAYERS, 0, (zero, zero), out)
+    write_rows(rows, LAYERS, 0, (zero, zero), ORDER, out)
     assert out.isfinite().all()
