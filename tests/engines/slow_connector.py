@@ -13,7 +13,7 @@ from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.vllm.connector import TierKVConnector
 from tierkv_connectors.vllm.worker import Worker
 
-COPY_S = 0.02
+COPY_S = 0.005
 
 
 class SlowConnector(TierKVConnector):

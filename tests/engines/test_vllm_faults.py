@@ -1,7 +1,8 @@
 """Everything goes wrong at once in one real vLLM: 200 requests, and every answer is the right one.
 
 Little KV space, so that requests are preempted and their blocks go to others; copies into the arena
-are slow, so that they are still to be made when that happens.
+are slow, so that they are still to be made when that happens. The model is a small random Llama:
+what takes time is what goes wrong.
 """
 
 import os
@@ -9,12 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from tests.engines.tiny_models import llama
 from tests.engines.vllm_engine import Engine, needs_vllm
 from tests.engines.vllm_rig import BLOCK, NVME, REDIS, begin, find_again, lose, prompt, stat
 from tests.redis_server import RedisServer
@@ -29,11 +30,11 @@ GROUPS = 4
 """Kinds of waves; each kind has prompts of its own."""
 KV_BLOCKS = 44
 """Of 32 tokens: seven prompts of a wave fit, and only while none of them has an answer."""
-RAM_BYTES = 96 << 20
+RAM_BYTES = 17 << 20
 """16 blocks; two waves store 42."""
 DEADLINE_S = 2.0
 LONGEST_S = 60.0
-"""A wave takes 5 s; what hangs takes for ever."""
+"""A wave takes a second or two; what hangs takes for ever."""
 
 
 def wave(group: int) -> list[list[int]]:
@@ -60,7 +61,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def engine(sidecar: Process, model_dir: Path) -> Iterator[Engine]:
+def engine(sidecar: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = llama(tmp_path_factory.mktemp("llama"))
     extra = {"socket": str(sidecar.path), "deadline_s": DEADLINE_S, "timeout_s": 1.0}
     transfer = {
         "kv_connector": "SlowConnector",
@@ -71,7 +73,7 @@ def engine(sidecar: Process, model_dir: Path) -> Iterator[Engine]:
     }
     sidecar.start()
     options: dict[str, Any] = {"num_gpu_blocks_override": KV_BLOCKS, "max_model_len": 1024}
-    with Engine(model_dir, sidecar.log.with_name("engine.log"), transfer, **options) as engine:
+    with Engine(model, sidecar.log.with_name("engine.log"), transfer, **options) as engine:
         yield engine
 
 
@@ -101,7 +103,7 @@ def stall(sidecar: Process) -> None:
 
 
 def after(random: Random, fault: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(random.uniform(0.0, 1.0), fault)
+    timer = threading.Timer(random.uniform(0.0, 0.5), fault)
     timer.start()
     return timer
 
