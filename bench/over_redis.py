@@ -6,7 +6,8 @@ do in Python: SET with sendmsg from the block's memory, GET with recv_into it, o
 two requests in flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates
 replies of 8 MiB and more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a
 block's values together: the tier's hashes do, and cost the server a copy of each value on its way
-in.
+in. What that alone costs is the peer "bare hashes": the same loop, with HSET of pieces as the
+tier's, nothing verified and nothing published.
 
 redis-py is used as most do: set and get, one by one, with hiredis. What it gets is copied into the
 block's memory, where all contenders must bring it. Puts go to database 0, which is emptied before
@@ -30,9 +31,13 @@ from tierkv.cache import READ_THREADS
 from tierkv.stages import read_jobs
 from tierkv.tier import Item, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
+from tierkv.tiers.redis_hash import PIECE_BYTES
 from tierkv.wrap import Sealed
 from tierkv.write_behind import SHARED_BATCH_BYTES
 
+SET = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
+HSET = b"*4\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n$2\r\np0\r\n$%d\r\n"
+OK = {SET: b"+OK\r\n", HSET: b":1\r\n"}
 IN_FLIGHT = 2
 VALUE_BYTES = 2 * MIB
 START_S = 10.0
@@ -75,13 +80,13 @@ class Bare:
         self._socket.sendall(b"SELECT %d\r\n" % database)
         self._expect(b"+OK\r\n")
 
-    def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> float:
-        """SET all values and return the seconds."""
-        start = time.perf_counter()
+    def put(self, keys: Sequence[bytes], values: Sequence[memoryview], head: bytes = SET) -> float:
+        """Store all values, each by a command that `head` begins, and return the seconds."""
+        start, ok = time.perf_counter(), OK[head]
         waiting = 0
         for key, value in zip(keys, values, strict=True):
-            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value))
-            views = [memoryview(head), value, memoryview(b"\r\n")]
+            command = head % (len(key), key, len(value))
+            views = [memoryview(command), value, memoryview(b"\r\n")]
             while views:
                 sent = self._socket.sendmsg(views)
                 while views and sent >= len(views[0]):
@@ -90,9 +95,9 @@ class Bare:
                     views[0] = views[0][sent:]
             waiting += 1
             if waiting == IN_FLIGHT:
-                self._expect(b"+OK\r\n")
+                self._expect(ok)
                 waiting -= 1
-        self._expect(b"+OK\r\n" * waiting)
+        self._expect(ok * waiting)
         return time.perf_counter() - start
 
     def get(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> float:
@@ -163,11 +168,9 @@ class Tier:
         self._tier.close()
 
 
-def cut(values: Sequence[memoryview]) -> list[memoryview]:
-    """Return values in pieces of VALUE_BYTES."""
-    return [
-        value[at : at + VALUE_BYTES] for value in values for at in range(0, len(value), VALUE_BYTES)
-    ]
+def cut(values: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """Return values in pieces of so many bytes."""
+    return [value[at : at + nbytes] for value in values for at in range(0, len(value), nbytes)]
 
 
 def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> list[Row]:
@@ -182,7 +185,9 @@ def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> 
         frames, back = Frames(block_bytes, seed), Frames(block_bytes, seed + 1)
         values = [piece[:block_bytes] for piece in frames.pieces]
         targets = [piece[:block_bytes] for piece in back.pieces]
-        pieces, places = cut(values), cut(targets)
+        pieces, places = cut(values, VALUE_BYTES), cut(targets, VALUE_BYTES)
+        fields = cut(values, PIECE_BYTES)
+        hashes = [b"hash%d" % number for number in range(len(fields))]
         names = [b"bare%d" % number for number in range(len(pieces))]
         keys = [b"py%d" % number for number in range(frames.count)]
         clients = [redis.Redis(port=port, db=database) for database in (0, 1)]
@@ -218,6 +223,7 @@ def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> 
             "tierkv": emptied(tiers[0].put),
             "limit": emptied(lambda: bares[0].put(names, pieces)),
             "redis-py": emptied(lambda: loop_set(clients[0])),
+            "bare hashes": emptied(lambda: bares[0].put(hashes, fields, HSET)),
         }
         tiers[1].put()
         bares[1].put(names, pieces)
