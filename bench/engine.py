@@ -1,6 +1,6 @@
 """Engine: what an engine does with a tierkv client, over a ring of blocks that no cache holds.
 
-Blocks are copied by torch's copy_ on one thread, the fastest plain copy here, and so is the limit.
+Blocks are copied on one thread, as the connectors copy; the limit is a plain copy, torch's copy_.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client, Pieces, Reservation, Transfer
 from tierkv.part import Part
 from tierkv.settings import parse
+from tierkv_codecs.copies import copy
 from tierkv_connectors.sidecar import connect
 
 MIB = 1 << 20
@@ -66,7 +67,7 @@ def copy_in(reservation: Reservation, blocks: Sequence[torch.Tensor]) -> None:
     """Copy blocks to where a reservation says."""
     places = [reservation.payload(index) for index in range(len(reservation.units))]
     for there, here in pairs_of(places, blocks):
-        there.copy_(here)
+        copy(there, here)
 
 
 def copy_out(transfer: Transfer, blocks: Sequence[torch.Tensor]) -> None:
@@ -75,7 +76,7 @@ def copy_out(transfer: Transfer, blocks: Sequence[torch.Tensor]) -> None:
     assert len(headers) == transfer.units, "a frame was not what the match promised"
     places = [transfer.payload(unit, header) for unit, header in enumerate(headers)]
     for there, here in pairs_of(places, blocks):
-        here.copy_(there)
+        copy(here, there)
     assert transfer.intact(transfer.units) == transfer.units
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place
+from tierkv_codecs.copies import copy
 from tierkv_codecs.tensors import (
     bits_of,
     bytes_of,
@@ -16,7 +17,7 @@ from tierkv_codecs.tensors import (
 
 @dataclass(frozen=True)
 class Raw:
-    """A copy. Contiguous blocks take one pass of torch's non-temporal `copy_`, no temporary."""
+    """A copy. Contiguous blocks take one pass, no temporary."""
 
     id: int = 1
     name: str = "raw"
@@ -35,10 +36,10 @@ class Raw:
         size = raw_bytes_of(block)
         check_out(out, size)
         if block.is_contiguous():
-            out[:size].copy_(bytes_of(block))
+            copy(out[:size], bytes_of(block))
         elif _aligned(out, block.itemsize):
             source = bits_of(block)
-            out[:size].view(source.dtype).view(source.shape).copy_(source)
+            copy(out[:size].view(source.dtype).view(source.shape), source)
         else:
             out[:size].copy_(bytes_of(block.contiguous()))
         return (size,)
@@ -55,11 +56,11 @@ class Raw:
         if payload.numel() != size:
             raise CodecError(f"a raw payload of {payload.numel()} bytes cannot fill {size}")
         if out.is_contiguous():
-            bytes_of(out).copy_(payload)
+            copy(bytes_of(out), payload)
             return
         source = payload if _aligned(payload, out.itemsize) else payload.clone()
         target = bits_of(out)
-        target.copy_(source.view(target.dtype).view(target.shape))
+        copy(target, source.view(target.dtype).view(target.shape))
 
 
 def _aligned(buffer: torch.Tensor, itemsize: int) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,3 +96,17 @@ def test_pairs_that_begin_in_the_middle_of_four_bytes() -> None:
     assert turn_of(found, pairs) is not None
     copy(found, pairs)
     assert torch.equal(found.view(torch.int16), pairs.contiguous().view(torch.int16))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 15])
+def test_rows_that_begin_within_a_line_are_turned_too(offset: int) -> None:
+    keys = vec(torch.float32, 32, 64)
+    memory = torch.zeros(keys.numel() + 32)
+    place = memory[offset : offset + keys.numel()].view(keys.shape)
+    turn = turn_of(place, keys)
+    assert turn is not None
+    assert (turn.element.dtype == np.int32) == (offset == 0), "only whole lines pass the caches"
+    copy(place, keys)
+    assert torch.equal(place.view(torch.int32), keys.view(torch.int32))
+    assert not memory[:offset].any()
+    assert not memory[offset + keys.numel() :].any()

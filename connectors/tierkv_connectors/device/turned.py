@@ -14,14 +14,20 @@ from llvmlite import ir
 from numba import types
 from numba.core.extending import intrinsic
 
+from tierkv_codecs import copies
 from tierkv_codecs.bits import kernel
+from tierkv_codecs.copies import LINE, fence, past_caches
 
 SIDE = 16
 """Elements of a square's row: of four bytes a whole line of a processor's caches."""
 _OUTER = 4
 """Most axes that the two which change places may have beside them."""
-_ELEMENTS = {2: np.uint16(0), 4: np.uint32(0)}
-"""What is turned, by its bytes."""
+_ELEMENTS = {
+    (2, False): np.uint16(0),
+    (4, False): np.uint32(0),
+    (4, True): np.int32(0),
+}
+"""What is turned, by its bytes and whether the rows written are whole lines, past the caches."""
 
 _ALIGN = 2
 """Bytes; pairs need not lie at multiples of four."""
@@ -58,7 +64,7 @@ def copy(to: torch.Tensor, of: torch.Tensor) -> None:
     """Copy a tensor to one of the same shape and dtype; in host memory, they do not overlap."""
     turn = turn_of(to, of)
     if turn is None:
-        to.copy_(of)
+        copies.copy(to, of)
     else:
         _turn(*turn)
 
@@ -72,7 +78,12 @@ def turn_of(to: torch.Tensor, of: torch.Tensor) -> Turn | None:
     columns = [axis for axis in axes if axis[1] == 1 != axis[2]]
     rows = [axis for axis in axes if axis[2] == 1 != axis[1]]
     others = [axis for axis in axes if axis not in (*rows, *columns)]
-    if size not in _ELEMENTS or len(rows) != 1 or len(columns) != 1 or len(others) > _OUTER:
+    if (
+        (size, False) not in _ELEMENTS
+        or len(rows) != 1
+        or len(columns) != 1
+        or len(others) > _OUTER
+    ):
         return None
     if rows[0][0] % SIDE or columns[0][0] % SIDE:
         return None
@@ -80,7 +91,10 @@ def turn_of(to: torch.Tensor, of: torch.Tensor) -> Turn | None:
     sizes, to_steps, of_steps = (
         tuple(axis[field] * scale for axis in every) for field, scale in enumerate((1, size, size))
     )
-    return Turn(_ELEMENTS[size], to.data_ptr(), of.data_ptr(), sizes, to_steps, of_steps)
+    lines = size * SIDE == LINE and not any(
+        place % LINE for place in (to.data_ptr(), *to_steps[:-1])
+    )
+    return Turn(_ELEMENTS[size, lines], to.data_ptr(), of.data_ptr(), sizes, to_steps, of_steps)
 
 
 def _pairs(size: int, axes: list[Axis]) -> tuple[int, list[Axis]]:
@@ -118,7 +132,11 @@ def _typed_square(
             pairs = zip(rows[: SIDE // 2], rows[SIDE // 2 :], strict=True)
             rows = [builder.shuffle_vector(*pair, half) for pair in pairs for half in _SHUFFLED]
         for number, one in enumerate(rows):
-            builder.store(one, at(to, to_step, number), align=_ALIGN)
+            place = at(to, to_step, number)
+            if element.signed:
+                past_caches(builder, one, place)
+            else:
+                builder.store(one, place, align=_ALIGN)
 
     return whole, generate
 
@@ -152,3 +170,4 @@ def _turn(
                                 here + column * of_steps[5] + row * of_steps[4],
                                 of_steps[5],
                             )
+    fence()
