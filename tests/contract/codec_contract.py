@@ -209,6 +209,7 @@ class CodecContract:
             self.codec.decode(payload, segments, out, place_of(out))
             self.check_close(out, source)
 
+    @pytest.mark.timeout(400)
     def test_the_same_bytes_in_another_process_and_with_any_thread_count(self) -> None:
         expected = digest(self.codec)
         threads = torch.get_num_threads()
@@ -222,7 +223,7 @@ class CodecContract:
         for setting in ("1", "3"):
             command = [sys.executable, "-c", DIGEST_SCRIPT, self.codec.name, setting]
             run = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=60
+                command, env=environment, capture_output=True, text=True, check=False, timeout=180
             )
             assert run.returncode == 0, run.stderr
             assert run.stdout.strip() == expected
