@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import redis
+
 from bench.engine import MIB, RING_BYTES, free_port
 from bench.nvme import Frames, write_behind
 from bench.rows import Row, rows_of
@@ -173,13 +175,29 @@ def cut(values: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     return [value[at : at + nbytes] for value in values for at in range(0, len(value), nbytes)]
 
 
+def set_all(client: "redis.Redis", keys: Sequence[bytes], values: Sequence[bytes]) -> float:
+    """Set values by redis-py, one by one, and return the seconds."""
+    start = time.perf_counter()
+    for key, value in zip(keys, values, strict=True):
+        client.set(key, value)
+    return time.perf_counter() - start
+
+
+def get_all(client: "redis.Redis", keys: Sequence[bytes], targets: Sequence[memoryview]) -> float:
+    """Get values by redis-py, one by one, to where they belong, and return the seconds."""
+    start = time.perf_counter()
+    for key, target in zip(keys, targets, strict=True):
+        value = client.get(key)
+        assert isinstance(value, bytes)
+        target[:] = value
+    return time.perf_counter() - start
+
+
 def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> list[Row]:
     """Measure writes and verified reads of one block size."""
     if shutil.which("redis-server") is None:
         absent["redis"] = "redis-server is not installed: make setup as root installs it"
         return []
-    import redis
-
     with contextlib.ExitStack() as ends:
         port = ends.enter_context(redis_server())
         frames, back = Frames(block_bytes, seed), Frames(block_bytes, seed + 1)
@@ -205,33 +223,19 @@ def measure(block_bytes: int, turns: int, seed: int, absent: dict[str, str]) -> 
 
             return one
 
-        def loop_set(client: "redis.Redis") -> float:
-            start = time.perf_counter()
-            for key, value in zip(keys, whole, strict=True):
-                client.set(key, value)
-            return time.perf_counter() - start
-
-        def loop_get() -> float:
-            start = time.perf_counter()
-            for key, target in zip(keys, targets, strict=True):
-                value = clients[1].get(key)
-                assert isinstance(value, bytes)
-                target[:] = value
-            return time.perf_counter() - start
-
         puts = {
             "tierkv": emptied(tiers[0].put),
             "limit": emptied(lambda: bares[0].put(names, pieces)),
-            "redis-py": emptied(lambda: loop_set(clients[0])),
+            "redis-py": emptied(lambda: set_all(clients[0], keys, whole)),
             "bare hashes": emptied(lambda: bares[0].put(hashes, fields, HSET)),
         }
         tiers[1].put()
         bares[1].put(names, pieces)
-        loop_set(clients[1])
+        set_all(clients[1], keys, whole)
         gets = {
             "tierkv": tiers[1].get,
             "limit": lambda: bares[1].get(names, places),
-            "redis-py": loop_get,
+            "redis-py": lambda: get_all(clients[1], keys, targets),
         }
         blocks = RING_BYTES // block_bytes
         rows = rows_of("redis", "put", block_bytes, blocks, take_turns(puts, turns, 1, seed))
