@@ -7,6 +7,7 @@ megabytes, and then never. `copy` gives what torch's `copy_` gives.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,14 @@ def copy(to: torch.Tensor, of: torch.Tensor) -> None:
         to.copy_(of)
     else:
         _copy(*runs)
+
+
+@cache
+def compile_ahead() -> None:
+    """Spend the half second now, or more where no machine code lies on disk, that the first long
+    copy would take.
+    """
+    copy(*torch.zeros(2, LEAST_BYTES, dtype=torch.uint8))
 
 
 def runs_of(to: torch.Tensor, of: torch.Tensor) -> Runs | None:

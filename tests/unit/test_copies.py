@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierkv_codecs import copies
 from tierkv_codecs.copies import LEAST_BYTES, LINE, copy, runs_of
+from tierkv_connectors.device.host import HostLane
 
 EDGE = 2 * LINE
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -73,3 +75,10 @@ def test_nothing_is_copied_twice_or_left_out_of_none() -> None:
     broadcast = torch.full((1,), 7, dtype=torch.uint8).expand(LEAST_BYTES)
     copy(alone.view(-1), broadcast)
     assert bool((alone == 7).all())
+
+
+def test_a_lane_of_host_memory_has_compiled_what_it_needs() -> None:
+    copies.compile_ahead.cache_clear()
+    HostLane()
+    assert copies.compile_ahead.cache_info().misses == 1
+    assert copies._copy.signatures  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 
+from tierkv_codecs.copies import compile_ahead
 from tierkv_connectors.device import Mark
 from tierkv_connectors.device.entered import Entered
 from tierkv_connectors.device.turned import copy
@@ -12,6 +13,9 @@ from tierkv_connectors.views import Views, are_whole, halves
 
 class HostLane:
     """Copies at once. Works, at the pace of torch, for any device that torch copies from and to."""
+
+    def __init__(self) -> None:
+        compile_ahead()
 
     def after(self, mark: Mark) -> None:
         """Do nothing: all that was queued is over."""
