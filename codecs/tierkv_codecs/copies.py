@@ -55,9 +55,7 @@ def copy(to: torch.Tensor, of: torch.Tensor) -> None:
 
 @cache
 def compile_ahead() -> None:
-    """Spend the half second now, or more where no machine code lies on disk, that the first long
-    copy would take.
-    """
+    """Spend now the half second (1.3 without machine code on disk) of the first long copy."""
     copy(*torch.zeros(2, LEAST_BYTES, dtype=torch.uint8))
 
 
