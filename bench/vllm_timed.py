@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -55,10 +56,13 @@ class TimedConnector(TierKVConnector):
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """Name threads that are new; asked on both sides with every step."""
-        if threading.active_count() != self._named:
-            self._named = threading.active_count()
-            for thread in threading.enumerate():
-                if thread.name.startswith("tierkv-"):
+        # One that is only being started has no number yet.
+        running = [one for one in threading.enumerate() if one.native_id is not None]
+        ours = [one for one in running if one.name.startswith("tierkv-")]
+        if len(ours) != self._named:
+            self._named = len(ours)
+            for thread in ours:
+                with suppress(FileNotFoundError):  # it has ended since
                     Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name)
         return super().get_kv_connector_stats()
 
