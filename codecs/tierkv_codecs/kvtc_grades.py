@@ -232,5 +232,5 @@ class Restored:
         """Return centred features of a run, bfloat16 [tokens, features], in `order_of` them."""
         found = self._synthesis[span] @ self._usual
         if self._rest.numel():
-            found[:, self._some] += self._more[span] @ self._rest
+            found[:, self._some].add_(self._more[span] @ self._rest)
         return found.T

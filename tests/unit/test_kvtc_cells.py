@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.kvtc_rigs import LAYERS, SPEC, artifact, text_like
-from tierkv_codecs.kvtc_artifact import ANCHOR
+from tierkv_codecs.kvtc_artifact import ANCHOR, USUAL
 from tierkv_codecs.kvtc_cells import (
     CENTRE_UNIT,
     CENTRES,
@@ -94,3 +94,14 @@ def test_what_a_block_will_lose_is_known_before_it_is_written(levels: int) -> No
     np.testing.assert_allclose(errors, expected, rtol=0.02)
     off = (drift[-1] - mean).square().mean().sqrt()
     assert float(off) < 0.2 * GRADED.header.drift_steps[level]
+
+
+def test_where_all_tokens_are_fine_they_are_looked_at() -> None:
+    block, means = text_like(96, 9, POSITION), tuple(one.mean for one in GRADED.sides)
+    rows = rows_of(block, (SPEC,) * LAYERS, POSITION, means)
+    groups = coefficients_of(GRADED, rows, 0).groups(GRADED, 0)
+    fine = [group for group in groups if group.grade > USUAL]
+    assert fine
+    errors, drift = losses_of(GRADED, rows[1].exact, fine, 1, fine[0].tokens[:2])
+    assert (errors > 0).all()
+    assert drift.any()
