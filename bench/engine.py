@@ -20,8 +20,9 @@ import torch
 from tierkv.cache import TierKV
 from tierkv.calls import MatchCall, PutCall
 from tierkv.channel import EmbeddedChannel
-from tierkv.client import Client, Pieces, Reservation, Transfer
+from tierkv.client import Client, Transfer
 from tierkv.part import Part
+from tierkv.reservation import Pieces, Reservation
 from tierkv.settings import parse
 from tierkv_codecs.copies import copy
 from tierkv_connectors.sidecar import connect

@@ -22,7 +22,8 @@ from bench.engine import (
 )
 from bench.rows import Row, rows_of
 from bench.timing import Run, percentile, take_turns
-from tierkv.client import Client, Pieces
+from tierkv.client import Client
+from tierkv.reservation import Pieces
 from tierkv.tiers.host import populate
 
 HOST_BYTES = 4 * RING_BYTES + 128 * MIB

@@ -12,10 +12,10 @@ from tests.move_rigs import IDENTITY, RAW_BYTES, TOKENS, Stored, decoded, read_a
 from tests.sidecars import connect
 from tests.stores import fill
 from tierkv import calls, frame
-from tierkv.client import Written
 from tierkv.codec import BY_CODEC_ID, BY_LEVELS, PROFILES
 from tierkv.explain import Explanation, from_wire
 from tierkv.fidelity import Fidelity
+from tierkv.reservation import Written
 from tierkv.stat import StoreStat
 from tierkv.stat import from_wire as stat_from_wire
 

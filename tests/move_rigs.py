@@ -13,7 +13,7 @@ from tests.stores import Rig, fill
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
-from tierkv.client import Transfer, Written
+from tierkv.client import Transfer
 from tierkv.codec import PROFILES, Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
@@ -21,6 +21,7 @@ from tierkv.gate import Gate
 from tierkv.identity import Identity, to_wire
 from tierkv.plan import Kind, Move
 from tierkv.policies.lru import Lru
+from tierkv.reservation import Written
 from tierkv.tier import RAM, DurableTier
 from tierkv.tiers.host import aligned
 from tierkv.tiers.nvme import NvmeSettings, NvmeTier

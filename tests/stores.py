@@ -14,14 +14,17 @@ import numpy as np
 from tests.memory_tier import MemoryTier
 from tierkv import calls, frame
 from tierkv.cache import TierKV
-from tierkv.client import Reservation, Transfer
+from tierkv.catalog import ABSENT
+from tierkv.client import Transfer
 from tierkv.executor import Executor, Inline
 from tierkv.gate import Gate
 from tierkv.key import KEY_BYTES
+from tierkv.pairs import PROGRESSIVE
 from tierkv.part import Part
 from tierkv.record import Recorder
+from tierkv.reservation import Reservation
 from tierkv.settings import StoreSettings
-from tierkv.tier import DurableTier
+from tierkv.tier import RAM, DurableTier
 from tierkv.tiers.host import HostSettings, HostTier
 
 PAGE = 16 << 10
@@ -111,8 +114,7 @@ class Rig:
         reply = self.store.put(owner, self.put_call(keys, **fields))
         if not reply.reservation:
             return None
-        frames = self.frames(reply.run_counts, reply.runs)
-        return Reservation(Direct(self.store, owner), reply, frames)
+        return Reservation(Direct(self.store, owner), reply, self.host.view)
 
     def put(
         self, keys: Sequence[bytes], text: bytes = b"", *, owner: int = 1, **fields: Any
@@ -210,6 +212,13 @@ class Rig:
         store = self.store._store
         store.check()
         assert store.broken == ""
+        catalog, names = store.catalog, set()
+        for row, state in enumerate(catalog.state):
+            if state != ABSENT:
+                small = catalog.tier[row] == RAM and catalog.profile[row] in PROGRESSIVE
+                name = catalog.tier[row], small, catalog.key(row), catalog.part[row]
+                assert name not in names, "one unit stands twice in a tier, or in one place of RAM"
+                names.add(name)
 
     def idle(self) -> None:
         """Assert that nobody holds anything, and that the bookkeeping adds up."""

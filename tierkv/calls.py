@@ -185,6 +185,18 @@ class PutCall(Call, frozen=True, tag="put"):
     """Give the chain up last, for `ttl_s`, or where that is None for `PIN_S`."""
 
 
+class Beside(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where a progressive copy of each unit of a put goes, too, as in `PutReply`.
+
+    A unit whose payload does not fit has none.
+    """
+
+    profile: str
+    header_bytes: int
+    run_counts: bytes
+    runs: bytes
+
+
 class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Which units to write (uint32 unit numbers, ascending) and where; reservation 0: none.
 
@@ -206,6 +218,8 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Profile of a block that `profile` cannot take."""
     stranger: bool = False
     """The model is not known here: introduce it (`IdentityCall`)."""
+    beside: Beside | None = None
+    """Encode the units once more. Who does not leaves `CommitCall.beside` empty."""
 
 
 class CommitCall(Call, frozen=True, tag="commit"):
@@ -224,6 +238,10 @@ class CommitCall(Call, frozen=True, tag="commit"):
     segments: bytes = b""
     copied_s: float = 0.0
     """Seconds of copying, where all units are raw; 0: not told."""
+    beside: bytes = b""
+    """int64 bytes of each segment of the copies beside the units, n x s: zeros give one up."""
+    beside_checksums: bytes = b""
+    """As `checksums`."""
 
 
 class IdentityCall(Call, frozen=True, tag="identity"):

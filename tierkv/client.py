@@ -4,23 +4,16 @@ Nothing here raises into an engine: a store that is gone, slow or refuses is a m
 the channel. The one exception is a caller's own wrong argument.
 """
 
-import struct
 import time
-from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
-
-import numpy as np
+from typing import Any, Protocol, Self
 
 from tierkv import frame
 from tierkv.calls import (
-    AbortCall,
     Call,
     ClaimCall,
     ClearCall,
     ClearReply,
-    CommitCall,
-    Done,
     FlushCall,
     FlushReply,
     GetCall,
@@ -36,11 +29,12 @@ from tierkv.calls import (
     WaitCall,
     frames_of,
 )
-from tierkv.codec import RAW, profile_of
+from tierkv.codec import RAW
 from tierkv.identity import Identity, to_wire
 from tierkv.key import KEY_BYTES
 from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
+from tierkv.reservation import Pieces, Reservation
 
 MISS = MatchReply(match=0, blocks=0)
 
@@ -62,27 +56,6 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """End the connection and everything it holds."""
-
-
-Pieces = list[memoryview]
-
-
-class Written(NamedTuple):
-    """A unit that was written: the number of its profile, and the bytes of each segment.
-
-    No segments: the unit is given up.
-    """
-
-    profile: int
-    segments: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Bytes of the payload."""
-        return sum(self.segments)
-
-
-GIVEN_UP = Written(0, ())
 
 
 class Transfer:
@@ -204,78 +177,6 @@ class Transfer:
         self.close()
 
 
-class Reservation:
-    """Space for the units a put should write; ends by commit, abort or the owner's death."""
-
-    def __init__(self, channel: Channel, reply: PutReply, frames: list[Pieces]) -> None:
-        self._channel = channel
-        self._frames = frames
-        self.number = reply.reservation
-        self.profile = reply.profile
-        self.profiles = profile_of(reply.profile), profile_of(reply.fallback)
-        """Of its units, and of those that the first cannot take."""
-        self.known = reply.known
-        self.refused = reply.refused
-        self.units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
-        self._header_bytes = reply.header_bytes
-        self._seal = reply.seal
-
-    def payload(self, index: int) -> Pieces:
-        """Return where the payload of `units[index]` goes: views of the arena, in order."""
-        pieces = self._frames[index]
-        if len(pieces) == 1:
-            return [pieces[0][self._header_bytes :]]
-        return frame.cut(self._frames[index], self._header_bytes, frame.MAX_PAYLOAD_BYTES)
-
-    def commit(self, lengths: Sequence[int]) -> int:
-        """Make the units visible; `lengths` are payload bytes, 0 gives a unit and the rest up.
-
-        Returns: the count of units that became visible, 0 when the store is gone.
-        """
-        return self.commit_written([Written(self.profiles[0].number, (one,)) for one in lengths])
-
-    def commit_written(self, units: Sequence[Written], copied_s: float = 0.0) -> int:
-        """Make units visible that may be of other profiles than the one the store chose.
-
-        `copied_s` are the seconds that writing them took; 0 tells the store nothing.
-
-        Returns: the count of units that became visible, 0 when the store is gone.
-        """
-        if not self.number:
-            return 0
-        most = self.profiles[0].segments
-        segments = [(*unit.segments, *(0,) * (most - len(unit.segments))) for unit in units]
-        sums = [
-            frame.digest(frame.cut(self.payload(index), sum(cut[:at]), cut[at]))
-            for index, cut in enumerate(segments)
-            for at in range(most)
-            if self._seal
-        ]
-        self._frames = []
-        flat = [length for cut in segments for length in cut]
-        same = all(unit.profile == self.profiles[0].number or not unit.length for unit in units)
-        call = CommitCall(
-            reservation=self.number,
-            lengths=struct.pack(f"<{len(units)}q", *(unit.length for unit in units)),
-            checksums=b"".join(sums),
-            profiles=b"" if same else bytes(unit.profile for unit in units),
-            segments=b"" if most == 1 else struct.pack(f"<{len(flat)}q", *flat),
-            copied_s=copied_s if same and self.profile == RAW.name else 0.0,
-        )
-        reply = self._channel.call(call)
-        self.number = 0
-        self._channel.give_back()
-        return reply.units if isinstance(reply, Done) else 0
-
-    def abort(self) -> None:
-        """Give everything up. Idempotent."""
-        if self.number:
-            self._frames = []
-            self._channel.post(AbortCall(reservation=self.number))
-            self.number = 0
-            self._channel.give_back()
-
-
 class Client:
     """Match, get and put blocks of a store; a miss when the store is not there."""
 
@@ -375,7 +276,7 @@ class Client:
         if not isinstance(reply, PutReply) or not reply.reservation:
             self._channel.give_back()
             return None
-        return Reservation(self._channel, reply, frames_of(arena, reply.run_counts, reply.runs))
+        return Reservation(self._channel, reply, arena)
 
     def flush(self, call: FlushCall) -> bytes:
         """Wait until blocks are durable; one byte per unit, 1 where they are."""

@@ -10,6 +10,7 @@ makes nothing that a put could not have made.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from tierkv import pairs
 from tierkv.catalog import NONE, READY, Catalog
 from tierkv.codec import BY_NUMBER, Profile
 from tierkv.frame import NO_ARTIFACT
@@ -119,8 +120,8 @@ def ends(profile: Profile, header_bytes: int, segments: Sequence[int]) -> tuple[
 
 
 def _betters(view: Catalog, row: int) -> bool:
-    """Return whether RAM has no copy, or a lower, cleared or foreign one that nobody uses."""
-    there = view.in_tier(view.head(view.key(row), view.part[row]), RAM)
+    """Return whether RAM has no such copy, or a lower, cleared or foreign one that nobody uses."""
+    there = pairs.place(view, view.head(view.key(row), view.part[row]), view.profile[row])
     if there == NONE:
         return True
     free = view.state[there] == READY and not view.holds[there]

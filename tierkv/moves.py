@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tierkv import frame, lineage, planner
-from tierkv.catalog import ENDS, Rows
+from tierkv import frame, lineage, pairs, planner
+from tierkv.catalog import ENDS, NONE, Rows
 from tierkv.codec import BY_NUMBER
 from tierkv.fidelity import FIDELITIES
 from tierkv.plan import Kind, Move
@@ -123,6 +123,9 @@ class Moves:
                 allowance=allowance,
             )
             lineage.note_ends(catalog, row, ends)
+        head = catalog.head(catalog.key(target), catalog.part[target])
+        if pairs.place(catalog, head, profile.number, but=target) != NONE:
+            return Outcome(Status.THROTTLED, "its place in RAM was taken by another copy")
         return DONE
 
     def _downgrade(self, move: Move) -> None:

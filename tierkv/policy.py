@@ -8,7 +8,7 @@ in `tierkv/policies/`, one file each; what it is compared with in `tierkv/simula
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierkv.catalog import Catalog, Rows
 from tierkv.codec import Profile
@@ -16,6 +16,14 @@ from tierkv.cost import Rates
 from tierkv.explain import Explainer
 from tierkv.plan import Move
 from tierkv.use import Use
+
+
+class Picked(NamedTuple):
+    """Numbers of the profiles of a chain's new units; a `profile` of 0 leaves it to the planner."""
+
+    profile: int = 0
+    beside: int = 0
+    """Progressive: of a second copy of each in RAM, beside a plain one; 0: there is to be none."""
 
 
 class Policy(Protocol):
@@ -74,8 +82,8 @@ class ServicePolicy(Policy, Reclaimer, Explainer, Protocol):
     def found(self, view: Catalog, rows: Rows) -> None:
         """Placements were there at start, heads before tails: nothing else is known of them."""
 
-    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
-        """Return the number of the profile for a chain's new units; 0 leaves it to the planner.
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> Picked:
+        """Return the profiles for a chain's new units.
 
         `known` says of each unit, block-major, whether it is there. `offered` follows, about the
         blocks that are new.

@@ -3,59 +3,37 @@
 import itertools
 import logging
 import secrets
-import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv import frame, lineage, planner
-from tierkv.calls import AbortCall, CommitCall, Done, PutCall, PutReply
+from tierkv import frame, pairs, planner
+from tierkv.calls import AbortCall, Beside, CommitCall, Done, PutCall, PutReply
 from tierkv.catalog import LEAVING, NONE, READY, Column
-from tierkv.client import Written
 from tierkv.codec import BY_NUMBER, Profile
 from tierkv.errors import TierKVError, invalid
-from tierkv.fidelity import FIDELITIES
+from tierkv.fidelity import FIDELITIES, Fidelity
 from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys
 from tierkv.moves import Moves
 from tierkv.namespace import digest_of
 from tierkv.offers import Offer, exact_offers, fallback_of
 from tierkv.plan import PutPlan
+from tierkv.reservation import GIVEN_UP, Written
+from tierkv.sealing import Copies, Reserved, seal, written, written_beside
 from tierkv.store import Store
 from tierkv.tier import RAM
 from tierkv.use import use_of
 from tierkv.write_behind import WriteBehind
 
 FINGERPRINT_BYTES = 32
+BESIDE_SLACK = 1.5
+"""Room for a progressive copy beside another one, over what its profile's ratio says: one that
+needs more is not kept."""
 UNUSED_FROM = 1000
 """Blocks stored without one hit on what was found at start before that is called a problem."""
 _LOG = logging.getLogger("tierkv")
 _KEY = np.dtype((np.void, KEY_BYTES))
-
-
-@dataclass(slots=True)
-class _Reservation:
-    """The writer's hold: placements in `writing`, and what their headers will say."""
-
-    owner: int
-    rows: list[int]
-    before: list[int]
-    """Rows of the same chain, held so that no tail is written behind a head that is gone."""
-    raw: list[int]
-    fingerprint: bytes
-    namespace: bytes
-    tokens: int
-    profile: Profile
-    offers: dict[int, Offer]
-    """By number: the profiles that its units may be of."""
-    seal: bool
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes before each payload."""
-        return frame.header_bytes(self.profile.segments)
 
 
 class Puts:
@@ -65,7 +43,7 @@ class Puts:
         self._store = store
         self._moves = moves
         self._write_behind = write_behind
-        self.open: dict[int, _Reservation] = {}
+        self.open: dict[int, Reserved] = {}
         self._next = secrets.randbits(48)
 
     def put(self, owner: int, call: PutCall) -> PutReply:
@@ -88,54 +66,77 @@ class Puts:
         if not offers:
             return self._refuse("gate", known.count(False))
         store.policy.used(catalog, use_of(call, parts, sum(raw), store.clock()))
-        profile = self._profile(call.keys, known, offers)
+        profile, second = self._profiles(call.keys, known, offers)
+        sizes = [_bounds(raw, profile), _bounds(raw, second, BESIDE_SLACK) if second else []]
         before = self._before(heads, known)
-        plan = self._plan(call.keys, known, raw, profile)
+        plan = self._plan(call.keys, known, sizes, profile)
         plan_known = plan.known - skipped
         self._count(plan, plan_known)
         if not plan.units:
-            store.unhold(before)
-            if plan.refused:  # a copy that made way for one that then found no room is gone
-                found = store.heads(call.keys, parts)
-            store.look(found, call.fidelity, namespace)
-            return PutReply(reservation=0, known=plan_known, refused=plan.refused)
+            return self._nothing(call, parts, before, plan_known, plan.refused)
         self._moves.at_once(plan.moves)
-        rows = self._begin(call, parts, plan, raw)
+        beside = None
+        if second:
+            beside = Copies(self._begin(call, parts, plan.units, sizes[1], second), second)
+        copies = Copies(self._begin(call, parts, plan.units, sizes[0], profile), profile)
         if plan.refused:
             found = store.heads(call.keys, parts)
         else:
-            found[plan.units] = rows  # all that had to make way led to one of these units
+            found[plan.units] = copies.rows  # which lead to all that is left of their units
         store.look(found, call.fidelity, namespace)
         store.check()
         number, self._next = self._next, self._next + 1
-        seal = store.settings.verify == "always"
-        self.open[number] = _Reservation(
-            owner, rows, before, [raw[unit % len(parts)] for unit in plan.units], call.fingerprint,
-            store.namespaces.digest(namespace), call.tokens_per_block, profile,
-            exact_offers(call) | offers, seal,
+        self.open[number] = held = Reserved(
+            owner, copies, beside, before, [raw[unit % len(parts)] for unit in plan.units],
+            call.fingerprint, store.namespaces.digest(namespace), call.tokens_per_block,
+            exact_offers(call) | offers, store.settings.verify == "always",
         )  # fmt: skip
-        counts, runs = store.runs_of(rows)
+        counts, runs = store.runs_of(copies.rows)
         return PutReply(
             reservation=number,
             profile=profile.name,
             known=plan_known,
             refused=plan.refused,
             units=array("I", plan.units).tobytes(),
-            header_bytes=self.open[number].header_bytes,
+            header_bytes=copies.header_bytes,
             run_counts=counts,
             runs=runs,
-            seal=seal,
+            seal=held.seal,
             fallback=fallback_of(offers.values(), profile).name,
             stranger=bool(catalog.encodes and call.family) and not store.offers.knows(call.family),
+            beside=self._reply_beside(beside),
         )
 
-    def _profile(self, keys: bytes, known: list[bool], offers: dict[int, Offer]) -> Profile:
-        """Return the profile of a put's new blocks: the policy's, or else the planner's."""
+    def _nothing(
+        self, call: PutCall, parts: list[int], before: list[int], known: int, refused: int
+    ) -> PutReply:
+        """Answer that there is nothing to write."""
+        store, namespace = self._store, self._store.namespaces.number(digest_of(call.namespace))
+        store.unhold(before)
+        # A copy that made way for one that then found no room is gone.
+        store.look(store.heads(call.keys, parts), call.fidelity, namespace)
+        return PutReply(reservation=0, known=known, refused=refused)
+
+    def _reply_beside(self, copies: Copies | None) -> Beside | None:
+        if copies is None:
+            return None
+        counts, runs = self._store.runs_of(copies.rows)
+        return Beside(
+            profile=copies.profile.name,
+            header_bytes=copies.header_bytes,
+            run_counts=counts,
+            runs=runs,
+        )
+
+    def _profiles(
+        self, keys: bytes, known: list[bool], offers: dict[int, Offer]
+    ) -> tuple[Profile, Profile | None]:
+        """Return the profiles of new blocks and of copies beside them: policy's, or planner's."""
         store, choice = self._store, [offer.profile for offer in offers.values()]
-        number = store.policy.picks(keys, known, choice)
-        if number:
-            return BY_NUMBER[number]
-        return planner.plan_profile(choice, [low.io.rates for low in store.lower])
+        picked = store.policy.picks(keys, known, choice)
+        if picked.profile:
+            return BY_NUMBER[picked.profile], BY_NUMBER.get(picked.beside)
+        return planner.plan_profile(choice, [low.io.rates for low in store.lower]), None
 
     def _count(self, plan: PutPlan, known: int) -> None:
         store = self._store
@@ -152,35 +153,64 @@ class Puts:
         reservation = self._take(owner, call.reservation)
         if reservation is None:
             return Done()
-        store, catalog, rows = self._store, self._store.catalog, reservation.rows
+        store, catalog, copies = self._store, self._store.catalog, reservation.copies
+        rows, beside = copies.rows, reservation.beside
         try:
-            units = _written(call, reservation)
+            units = written(call, reservation)
+            small = written_beside(call, reservation)
         except TierKVError:
-            store.abort(rows)
+            store.abort(reservation.rows)
             raise
-        room = -reservation.header_bytes
-        written = [
-            0 < unit.length <= catalog.nbytes[row] + room
+        room = -copies.header_bytes
+        whole = [
+            0 < unit.length <= catalog.nbytes[row] + room and self._has_place(row, unit.profile)
             for unit, row in zip(units, rows, strict=True)
         ]
-        stop = written.index(False) if False in written else len(rows)
+        stop = whole.index(False) if False in whole else len(rows)
         if catalog.generation[rows[0]] < store.namespaces.minimum[catalog.namespace[rows[0]]]:
             stop = 0  # cleared since
         done, units = rows[:stop], units[:stop]
         store.abort(rows[stop:])  # and all behind what was given up: no reader could reach them
-        self._seal(reservation, units, call.checksums if reservation.seal else b"")
+        seal(store, reservation, copies, units, call.checksums if reservation.seal else b"")
         stored = sum(unit.length for unit in units)
         store.totals["stored_bytes"] += stored
         store.host_rates = store.host_rates.with_told("write", stored, call.copied_s)
         store.counters["put_fallback"] += sum(
-            unit.profile != reservation.profile.number for unit in units
+            unit.profile != copies.profile.number for unit in units
         )
         catalog.commit(done)
+        if beside is not None:
+            sums = call.beside_checksums if reservation.seal else b""
+            self._commit_beside(reservation, beside, small[:stop], sums)
         store.totals["put_units"] += len(done)
         self._look_for_reuse()
         store.check()
         self._write_behind.offer(done)
         return Done(units=len(done))
+
+    def _commit_beside(
+        self, held: Reserved, copies: Copies, units: list[Written], checksums: bytes
+    ) -> None:
+        """Make the second copies visible that were written; each is of use without the others."""
+        store, room = self._store, self._store.catalog.allocated
+        units = [
+            unit if unit.length + copies.header_bytes <= room[row] else GIVEN_UP
+            for unit, row in zip(units, copies.rows, strict=False)
+        ]
+        done = [row for unit, row in zip(units, copies.rows, strict=False) if unit.length]
+        seal(store, held, copies, units, checksums)
+        store.abort(sorted({*copies.rows} - {*done}))
+        store.totals["stored_bytes"] += sum(unit.length for unit in units)
+        store.counters["put_beside"] += len(done)
+        store.catalog.commit(done)
+
+    def _has_place(self, row: int, profile: int) -> bool:
+        """Return whether a unit may be of a profile that was not reserved: no other is like it."""
+        catalog = self._store.catalog
+        if profile == catalog.profile[row]:
+            return True
+        head = catalog.head(catalog.key(row), catalog.part[row])
+        return pairs.place(catalog, head, profile, but=row) == NONE
 
     def abort(self, owner: int, call: AbortCall) -> Done:
         """Give a reservation up."""
@@ -216,7 +246,7 @@ class Puts:
                 )
             store.counters["no_reuse_across_restarts"] = 1
 
-    def _take(self, owner: int, number: int) -> _Reservation | None:
+    def _take(self, owner: int, number: int) -> Reserved | None:
         found = self.open.get(number)
         if found is None or found.owner != owner:
             return None
@@ -234,17 +264,26 @@ class Puts:
     def _known(self, head: int, fidelity: int, namespace: int) -> bool:
         """Return whether a unit needs no copy: one is there or coming, or the way is not free.
 
-        A RAM copy that cannot answer this put's readers makes way, unless somebody holds it.
+        RAM copies that cannot answer this put's readers make way, unless somebody holds them. Where
+        readers are exact the new copy is plain: a progressive one that others can use may stay.
         """
         store, catalog = self._store, self._store.catalog
         if self._has(head, fidelity, namespace):
             return True
-        row = catalog.in_tier(head, RAM)
-        if row == NONE:
-            return False
-        if catalog.state[row] != READY or catalog.holds[row]:
+        poor = [
+            row
+            for row in catalog.copies(head)
+            if catalog.tier[row] == RAM
+            and not (
+                fidelity == Fidelity.EXACT
+                and catalog.profile[row] in pairs.PROGRESSIVE
+                and catalog.state[row] == READY
+                and store.answers(row, 0, namespace)
+            )
+        ]
+        if any(catalog.state[row] != READY or catalog.holds[row] for row in poor):
             return True
-        store.drop([row])
+        store.drop(poor)
         return False
 
     def _before(self, heads: list[int], known: list[bool]) -> list[int]:
@@ -260,27 +299,30 @@ class Puts:
         catalog.hold(mine)
         return mine
 
-    def _plan(self, keys: bytes, known: list[bool], raw: list[int], profile: Profile) -> PutPlan:
+    def _plan(
+        self, keys: bytes, known: list[bool], bounds: list[list[int]], profile: Profile
+    ) -> PutPlan:
         store, catalog = self._store, self._store.catalog
         page = store.host.page_bytes
-        extra = frame.header_bytes(profile.segments) + profile.bound_extra
-        sizes = [-(-(size + extra) // page) * page for size in raw]
+        pages = [[-(-size // page) * page for size in sizes] for sizes in bounds if sizes]
+        sizes = [sum(each) for each in zip(*pages, strict=True)]
         free = store.host.space().free
         return planner.plan_put(store.policy, catalog, keys, known, sizes, profile, free, page)
 
-    def _begin(self, call: PutCall, parts: list[int], plan: PutPlan, raw: list[int]) -> list[int]:
-        """Take space for the units of a plan and begin their placements."""
-        store, profile = self._store, plan.profile
+    def _begin(
+        self, call: PutCall, parts: list[int], every: list[int], bounds: list[int], profile: Profile
+    ) -> list[int]:
+        """Take space for a copy of each unit of a plan and begin its placements."""
+        store = self._store
         namespace = store.namespaces.number(digest_of(call.namespace))
         page = store.host.page_bytes
         allowance = store.catalog.allowances.number(store.offers.allowance(call))
-        units, rows = np.array(plan.units), np.empty(len(plan.units), np.int32)
-        for index, (part, size) in enumerate(zip(parts, raw, strict=True)):
+        units, rows = np.array(every), np.empty(len(every), np.int32)
+        for index, (part, nbytes) in enumerate(zip(parts, bounds, strict=True)):
             mine = np.flatnonzero(units % len(parts) == index)
             if not len(mine):
                 continue
             blocks = units[mine] // len(parts)
-            nbytes = frame.header_bytes(profile.segments) + size + profile.bound_extra
             locators = store.host.reserve_all(nbytes, len(mine))
             assert locators is not None, "the plan promised room"
             columns: dict[str, Column] = {
@@ -299,79 +341,13 @@ class Puts:
             rows[mine] = store.catalog.begin_alike(RAM, part, keys, columns)
         return rows.tolist()
 
-    def _seal(self, held: _Reservation, units: Sequence[Written], checksums: bytes) -> None:
-        """Trim the first frames, which are written, to their sizes and write their headers."""
-        catalog, host, most = self._store.catalog, self._store.host, held.profile.segments
-        parts = {
-            number: catalog.part_at(number).pack()
-            for number in {catalog.part[row] for row in held.rows}
-        }
-        stamps = {
-            number: frame.Stamp(self._header(held, held.offers[number], sealed=bool(checksums)))
-            for number in {unit.profile for unit in units}
-        }
-        for index, (row, unit) in enumerate(zip(held.rows, units, strict=False)):
-            if held.header_bytes + unit.length != catalog.nbytes[row]:
-                self._store.trim(row, held.header_bytes + unit.length)
-            fidelity = held.offers[unit.profile].fidelity
-            catalog.restate(row, profile=unit.profile, fidelity=fidelity)
-            if BY_NUMBER[unit.profile].levels:
-                self._note_ends(row, held, unit)
-            header = stamps[unit.profile].pack(
-                catalog.key(row), parts[catalog.part[row]], catalog.position[row],
-                held.raw[index], unit.segments, checksums[index * 16 * most :][: 16 * most],
-            )  # fmt: skip
-            start = host.start(catalog.locator[row])
-            host.view[start : start + held.header_bytes] = header
 
-    def _note_ends(self, row: int, held: _Reservation, unit: Written) -> None:
-        """Note what the prefixes of a progressive frame are."""
-        ends = lineage.ends(BY_NUMBER[unit.profile], held.header_bytes, unit.segments)
-        lineage.note_ends(self._store.catalog, row, ends)
-        if any(ends):
-            self._store.offers.note_levels(held.offers[unit.profile].artifact)
-
-    def _header(self, held: _Reservation, offer: Offer, *, sealed: bool) -> frame.Header:
-        """Return a header of a reservation's frames of one profile, which differ from it little."""
-        catalog, row, most = self._store.catalog, held.rows[0], held.profile.segments
-        lossy = frame.LOSSY if offer.profile.lossy else 0
-        return frame.Header(
-            codec_id=offer.profile.codec_id,
-            flags=catalog.flags[row] | lossy,
-            fidelity=offer.fidelity,
-            tokens=held.tokens,
-            position=catalog.position[row],
-            generation=catalog.generation[row],
-            fingerprint=held.fingerprint,
-            key=catalog.key(row),
-            namespace=held.namespace,
-            artifact=offer.artifact,
-            part=catalog.part_of(row),
-            raw_bytes=held.raw[0],
-            epoch=self._store.host.epoch,
-            segments=(1,) * most,
-            checksums=(bytes(16),) * most if sealed else (),
-        )
-
-
-def _written(call: CommitCall, held: _Reservation) -> list[Written]:
-    """Return what a commit says of each unit. Raises: TierKVError (invalid)."""
-    count, most = len(held.rows), held.profile.segments
-    lengths = call.lengths if most == 1 else call.segments
-    whole = struct.unpack(f"<{len(lengths) // 8}q", lengths) if len(lengths) % 8 == 0 else ()
-    sums = 16 * count * most if held.seal else 0
-    if len(whole) != count * most or (held.seal and len(call.checksums) != sums):
-        raise invalid(f"commit names {len(whole)} lengths for {count} units of {most} segments")
-    profiles = call.profiles or bytes([held.profile.number]) * count
-    units = [
-        Written(number, whole[at * most : (at + 1) * most]) for at, number in enumerate(profiles)
-    ]
-    if len(units) != count or any(min(unit.segments) < 0 for unit in units):
-        raise invalid(f"commit names {len(profiles)} profiles for {count} units, or negative bytes")
-    odd = {unit.profile for unit in units if unit.length} - held.offers.keys()
-    if odd:
-        raise invalid(f"profiles {sorted(odd)} are not among those that the put may use")
-    return units
+def _bounds(raw: list[int], profile: Profile, slack: float = 0.0) -> list[int]:
+    """Return the most bytes of a frame of each part; with `slack`: over what is expected."""
+    header = frame.header_bytes(profile.segments)
+    if slack:
+        return [header + int(size / profile.ratio * slack) for size in raw]
+    return [header + size + profile.bound_extra for size in raw]
 
 
 def _raw_bytes(call: PutCall, parts: int, blocks: int) -> list[int]:

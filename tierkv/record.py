@@ -29,7 +29,7 @@ from tierkv.explain import Dropped, Terms
 from tierkv.part import Part
 from tierkv.plan import Move
 from tierkv.policies.choice import Opening, make_policy
-from tierkv.policy import ServicePolicy
+from tierkv.policy import Picked, ServicePolicy
 from tierkv.use import Use
 
 MAGIC = b"tierkv.record 1\n"
@@ -256,10 +256,10 @@ class _RecordedPolicy:
         self._note("forgot", list(rows))
         self._policy.forgot(rows)
 
-    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> Picked:
         """Ask and record."""
         answer = self._policy.picks(keys, known, choices)
-        self._note("picks", keys, list(known), [one.number for one in choices], answer=answer)
+        self._note("picks", keys, list(known), [one.number for one in choices], answer=[*answer])
         return answer
 
     def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:

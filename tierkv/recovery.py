@@ -5,9 +5,10 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.lower import Lower
 from tierkv.namespace import DIGEST_BYTES, distinct
 from tierkv.part import Part
-from tierkv.store import Lower, Store
+from tierkv.store import Store
 
 
 def recover(store: Store, low: Lower) -> None:

@@ -5,9 +5,10 @@ Jobs of the tier's write lane, between two batches; I/O happens outside the stor
 
 from tierkv import planner
 from tierkv.catalog import READY
+from tierkv.lower import Lower
 from tierkv.moves import Moves, stamp_down
 from tierkv.plan import RegionPlan
-from tierkv.store import Lower, Store
+from tierkv.store import Store
 from tierkv.tier import Item, RegionTier, Status
 from tierkv.tiers.host import aligned
 

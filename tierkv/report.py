@@ -8,10 +8,11 @@ from tierkv import __version__
 from tierkv.catalog import LEAVING, NONE, READY, WRITING
 from tierkv.codec import PROFILES
 from tierkv.gate import Gate
+from tierkv.lower import Lower
 from tierkv.matches import Matches
 from tierkv.puts import Puts
 from tierkv.stat import HoldStat, ProfileStat, StoreStat, TierStat, WriteBehindStat
-from tierkv.store import Lower, Store
+from tierkv.store import Store
 from tierkv.tier import RAM
 from tierkv.write_behind import WriteBehind
 

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tierkv import lineage, planner
+from tierkv import lineage, pairs, planner
 from tierkv.catalog import NONE, READY, Unit
 from tierkv.codec import RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
+from tierkv.lower import Lower
 from tierkv.matches import Match, Matches
 from tierkv.moves import Moves
 from tierkv.plan import Kind, Move
-from tierkv.store import Lower, Numbers, Store
+from tierkv.store import Numbers, Store
 from tierkv.tier import RAM, FrameId, Item, Outcome, SharedTier, Status
 from tierkv.window_stages import WindowStages
 
@@ -108,25 +109,25 @@ class Stages:
     def source(self, match: Match, head: int) -> int:
         """Return the copy a unit comes from: in RAM or on its way there, else the fastest below.
 
-        NONE where there is none, or where RAM holds one that cannot answer and is in use. One that
-        nobody uses makes way in `_begin`.
+        NONE where there is none, or where one in RAM that cannot answer is in its place, and in
+        use. One that nobody uses makes way in `_begin`.
         """
         store, catalog = self.store, self.store.catalog
         fidelity, namespace = match.call.fidelity, match.namespace
-        row = catalog.in_tier(head, RAM)
+        row = store.ready_in(RAM, head, fidelity, namespace)
         if row != NONE:
+            return row
+        for row in catalog.copies(head):
             origin, since = self._origins.get(row, (None, 0.0))
             coming = origin is not None and store.usable(origin, since)
-            there = catalog.state[row] == READY or coming
-            if there and store.answers(row, fidelity, namespace):
+            if coming and store.answers(row, fidelity, namespace):
                 return row
-            if catalog.state[row] != READY or catalog.holds[row]:
-                return NONE
         for low in store.lower:
             if store.usable(low):
                 row = store.ready_in(low.number, head, fidelity, namespace)
                 if row != NONE:
-                    return row
+                    move = Move(Kind.PROMOTE, row, RAM, catalog.profile[row])
+                    return row if lineage.lawful(catalog, move) else NONE
         return NONE
 
     def _probe(self, match: Match, lower: Lower, start: int) -> None:
@@ -313,9 +314,9 @@ class Stages:
             match.awaited[target] = unit
         # Stamped as one chain before anything arrives: what arrives first is the head.
         store.policy.touched(catalog, chain)
-        for tier, pairs in reads.items():
+        for tier, mine in reads.items():
             low = store.lower[tier - 1]
-            for job in read_jobs(pairs, [catalog.nbytes[target] for target, _ in pairs]):
+            for job in read_jobs(mine, [catalog.nbytes[target] for target, _ in mine]):
                 self._submit(low, job, context)
         if not match.awaited:
             self._matches.finish(match)
@@ -328,13 +329,13 @@ class Stages:
         locator = store.host.reserve(catalog.nbytes[source])
         assert locator is not None, "the stage was cut to what fits"
         head = catalog.head(catalog.key(source), catalog.part[source])
-        poor = catalog.in_tier(head, RAM)
+        poor = pairs.place(catalog, head, catalog.profile[source])
         if poor != NONE:
             store.drop([poor])
         catalog.hold([source])
         return store.copy_of(source, RAM, locator)
 
-    def _submit(self, low: Lower, pairs: Sequence[tuple[int, int]], context: int) -> None:
+    def _submit(self, low: Lower, job: Sequence[tuple[int, int]], context: int) -> None:
         store, catalog = self.store, self.store.catalog
         items = [
             Item(
@@ -343,14 +344,14 @@ class Stages:
                 catalog.nbytes[source],
                 store.host.pieces(catalog.locator[target]),
             )
-            for target, source in pairs
+            for target, source in job
         ]
 
         def read() -> None:
             outcomes = low.io.read(items)
             with store.lock:
                 low.reading -= 1
-                for (target, source), item, found in zip(pairs, items, outcomes, strict=True):
+                for (target, source), item, found in zip(job, items, outcomes, strict=True):
                     done = found.status is Status.DONE
                     low.failures = 0 if done else low.failures
                     outcome = self._moves.describe(target, source, item, context) if done else found

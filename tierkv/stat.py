@@ -133,6 +133,7 @@ COUNTERS: dict[str, str] = {
     "put_refused_gap": "Blocks not stored: those before them are gone, so nobody could find them.",
     "put_refused_gate": "Blocks not stored: no profile that the client can encode is allowed.",
     "put_fallback": "Blocks that the chosen codec could not take and another one did.",
+    "put_beside": "Progressive copies stored beside plain ones, in the same put.",
     "stage_refused_full": "Frames below RAM not brought up: no room in RAM.",
     "stage_late": "Frames below RAM that had not arrived at their deadline.",
     "stage_failed": "Frames below RAM whose read failed.",

@@ -8,13 +8,12 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from tierkv import frame, lineage
+from tierkv import frame, lineage, pairs
 from tierkv.catalog import MANY, NONE, READY, Catalog, Rows, Unit
 from tierkv.clock import Clock
 from tierkv.codec import BY_NUMBER
@@ -23,6 +22,7 @@ from tierkv.encoder import Encoder
 from tierkv.errors import invalid
 from tierkv.executor import Executor
 from tierkv.gate import Gate
+from tierkv.lower import Lower, lower_tier
 from tierkv.namespace import Namespaces
 from tierkv.offers import Offers
 from tierkv.part import PACKED_BYTES, Part
@@ -31,9 +31,8 @@ from tierkv.policy import ServicePolicy
 from tierkv.record import Recorder
 from tierkv.settings import StoreSettings
 from tierkv.store_lock import StoreLock
-from tierkv.tier import RAM, DurableTier, FrameId, RegionTier, SharedTier
+from tierkv.tier import RAM, DurableTier, FrameId
 from tierkv.tiers.host import HostTier
-from tierkv.wrap import Measured, Sealed
 
 MAX_PARTS = 4096
 """Sets of parts that calls may name; models times ranks, with room to spare."""
@@ -41,62 +40,7 @@ READ_FAILURES = 3
 OFF_S = 5.0
 IO_DEADLINE_S = 5.0
 
-FIRST_RATES = {"nvme": Rates(1e-4, 1.0e9, 1.0e9), "redis": Rates(1e-3, 0.5e9, 0.5e9)}
-"""What is assumed of a tier until it was used: cautious figures of a small machine."""
-
 Numbers = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Lower:
-    """A tier below RAM with what the store knows of it."""
-
-    number: int
-    tier: DurableTier
-    io: Measured
-    failures: int = 0
-    off_until: float = 0.0
-    carrying: int = 0
-    """Allocated bytes of a region's survivor that is being written to its new place."""
-    reading: int = 0
-    """Read jobs queued or under way."""
-    stuck: float = 0.0
-    """Share of the read threads whose job is past its deadline."""
-
-    @property
-    def name(self) -> str:
-        """The tier's name."""
-        return self.tier.name
-
-    @property
-    def reads(self) -> str:
-        """Lane of reads."""
-        return f"{self.name}-read"
-
-    @property
-    def writes(self) -> str:
-        """Lane of writes; it has one thread."""
-        return f"{self.name}-write"
-
-    @property
-    def seals(self) -> str:
-        """Lane that makes checksums ahead of the writes."""
-        return f"{self.name}-seal"
-
-    @property
-    def shared(self) -> SharedTier | None:
-        """The tier when other sidecars use it too."""
-        return self.tier if isinstance(self.tier, SharedTier) else None
-
-    @property
-    def regions(self) -> RegionTier | None:
-        """The tier when it frees space by the region."""
-        return self.tier if isinstance(self.tier, RegionTier) else None
-
-
-def lower_tier(number: int, tier: DurableTier, clock: Clock) -> Lower:
-    """Wrap a tier for the store."""
-    return Lower(number, tier, Measured(Sealed(tier), FIRST_RATES[tier.name], clock))
 
 
 class Store:
@@ -184,11 +128,13 @@ class Store:
     def look(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
         """Note that a whole chain was used, in every tier that holds any of it.
 
-        Returns: the RAM placements that may answer, from the head to the first gap.
+        Returns: the RAM placements that may answer, from the head to the first gap; of two of a
+        unit the plain one, which loads quickest.
         """
         if len(heads) >= MANY:
             return self._look_far(heads, fidelity, namespace)
         catalog, tier, state = self.catalog, self.catalog.tier, self.catalog.state
+        profile = catalog.profile
         every: list[int] = []
         ready = array("i")
         gap = False
@@ -196,10 +142,10 @@ class Store:
             found = NONE
             for row in catalog.copies(head):
                 every.append(row)
-                if tier[row] == RAM:
-                    found = row
-            gap = gap or found == NONE or state[found] != READY
-            gap = gap or not self.answers(found, fidelity, namespace)
+                wanted = tier[row] == RAM and not gap and state[row] == READY
+                if wanted and (found == NONE or profile[row] not in pairs.PROGRESSIVE):
+                    found = row if self.answers(row, fidelity, namespace) else found
+            gap = gap or found == NONE
             if not gap:
                 ready.append(found)
         self.policy.touched(catalog, every)
@@ -208,28 +154,47 @@ class Store:
     def _look_far(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
         """As `look`, with fewer steps for each block and more for each call."""
         column = self.catalog.column
-        tier, state, sibling = column("tier"), column("state"), column("sibling")
+        tier, profile, sibling = column("tier"), column("profile"), column("sibling")
         at, found = heads, np.full(len(heads), NONE, np.int32)
-        levels = []
+        other, levels = found.copy(), list[Numbers]()
         while (known := at != NONE).any():
+            ram = known & (tier[at] == RAM)
+            if levels:
+                other = np.where(ram, found, other)
             levels.append(at)
-            np.copyto(found, at, where=known & (tier[at] == RAM))
+            np.copyto(found, at, where=ram)
             at = np.where(known, sibling[at], np.int32(NONE))
         if not levels:
             return array("i")
-        may = (found != NONE) & (state[found] == READY) & (column("profile")[found] > 0)
-        may &= (column("fidelity")[found] >= fidelity) & (column("namespace")[found] == namespace)
-        may &= column("generation")[found] >= self.namespaces.minimum[namespace]
+        if len(levels) > 1 and (other != NONE).any():
+            small = (other != NONE) & pairs.PROGRESSIVES[profile[found]]
+            found, other = np.where(small, other, found), np.where(small, found, other)
+            found = np.where(self._may(found, fidelity, namespace), found, other)
+        may = self._may(found, fidelity, namespace)
         every = np.stack(levels, axis=1).reshape(-1)
         self.policy.touched(self.catalog, array("i", every[every != NONE].tobytes()))
         return array("i", found[: len(may) if may.all() else int(may.argmin())].tobytes())
 
+    def _may(self, rows: Numbers, fidelity: int, namespace: int) -> npt.NDArray[np.bool_]:
+        """Return which of many placements are ready and may answer."""
+        column = self.catalog.column
+        may: npt.NDArray[np.bool_] = (rows != NONE) & (column("state")[rows] == READY)
+        may &= (column("fidelity")[rows] >= fidelity) & (column("namespace")[rows] == namespace)
+        may &= column("generation")[rows] >= self.namespaces.minimum[namespace]
+        may &= column("profile")[rows] > 0
+        return may
+
     def ready_in(self, tier: int, head: int, fidelity: int, namespace: int) -> int:
-        """Return a unit's ready placement in a tier that may answer, NONE where there is none."""
-        row = self.catalog.in_tier(head, tier)
-        if row == NONE or self.catalog.state[row] != READY:
-            return NONE
-        return row if self.answers(row, fidelity, namespace) else NONE
+        """Return a unit's ready placement in a tier that may answer, NONE where there is none.
+
+        Of two in RAM it is the plain one, which loads quickest.
+        """
+        catalog, found = self.catalog, NONE
+        for row in catalog.copies(head):
+            wanted = catalog.tier[row] == tier and catalog.state[row] == READY
+            if wanted and (found == NONE or catalog.profile[row] not in pairs.PROGRESSIVE):
+                found = row if self.answers(row, fidelity, namespace) else found
+        return found
 
     def drop(self, rows: Rows) -> None:
         """Make ready placements invisible now; held ones keep their space until the unhold."""

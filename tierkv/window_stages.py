@@ -10,8 +10,9 @@ import numpy as np
 
 from tierkv import planner, windows
 from tierkv.catalog import NONE
+from tierkv.lower import Lower
 from tierkv.matches import Match
-from tierkv.store import Lower, Numbers
+from tierkv.store import Numbers
 from tierkv.tier import RAM, FrameId
 
 if TYPE_CHECKING:

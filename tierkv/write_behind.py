@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tierkv import lineage
+from tierkv import lineage, pairs
 from tierkv.calls import FlushCall, FlushReply
 from tierkv.catalog import NONE, READY, Rows
 from tierkv.codec import BY_NUMBER
 from tierkv.encoder import Encoded
 from tierkv.limits import count_keys, seconds_of
+from tierkv.lower import Lower
 from tierkv.moves import Moves, prefix
 from tierkv.namespace import digest_of
 from tierkv.plan import Move
 from tierkv.region_reclaim import RegionReclaim
-from tierkv.store import Lower, Store
+from tierkv.store import Store
 from tierkv.tier import RAM, Item, Outcome, Status
 
 BATCH_BYTES = 16 << 20
@@ -119,9 +120,10 @@ class WriteBehind:
     def offer(self, rows: Rows, *, bounded: bool = True) -> None:
         """Queue RAM placements for every lower tier that lacks them. Under the store's lock.
 
-        Within bounds: of bytes, and to what the policy expects to earn its place there.
+        Of a pair one is. Within bounds: of bytes, and to what the policy expects to earn there.
         """
         store, catalog = self._store, self._store.catalog
+        rows = list(dict.fromkeys(pairs.down(catalog, row) for row in rows))
         for queue in self.queues:
             worth = [True] * len(rows)
             if bounded:
@@ -169,10 +171,11 @@ class WriteBehind:
         namespace = store.namespaces.number(digest_of(call.namespace))
         flush = _Flush(heads, namespace, store.clock() + seconds_of(call.deadline_s), done)
         queued = {entry[:2] for queue in self.queues for entry in queue.waiting}
-        rows = [catalog.in_tier(head, RAM) for head in heads()]
-        missing = [row for row in rows if row != NONE and (row, catalog.serial[row]) not in queued]
+        rows = [store.ready_in(RAM, head, 0, namespace) for head in heads()]
+        rows = [pairs.down(catalog, row) for row in rows if row != NONE]
         self._flushes.append(flush)
-        self.offer([row for row in missing if catalog.state[row] == READY], bounded=False)
+        missing = [row for row in rows if (row, catalog.serial[row]) not in queued]
+        self.offer(missing, bounded=False)
         self._settle_flushes()
 
     def tick(self) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from tierkv import frame
-from tierkv.client import GIVEN_UP, Pieces, Transfer, Written
+from tierkv.client import Transfer
 from tierkv.codec import BY_CODEC_ID, LOSSLESS, RAW, Profile
 from tierkv.errors import TierKVError, invalid
 from tierkv.identity import Identity
 from tierkv.part import Part
+from tierkv.reservation import GIVEN_UP, Pieces, Written
 from tierkv_codecs import CODECS, CodecRegistry, Place, Unsuited
 from tierkv_codecs.tensors import FLOATS
 from tierkv_connectors.device import Lane
@@ -69,16 +70,6 @@ class UnitCopier:
         self._block: torch.Tensor | None = None
         self._payload: torch.Tensor | None = None
 
-    def write(self, views: Views, profiles: Profiles, pieces: Pieces, position: int) -> Written:
-        """Encode the views, whose first token has `position`, into the pieces of a reservation.
-
-        A block that the first profile's codec cannot take is stored with the next, and at last
-        losslessly; that is counted in `unsuited` by profile and reason, and said once for each.
-
-        Returns: what was written; `GIVEN_UP` when it does not fit.
-        """
-        return self.encode(self.take(views, profiles, pieces), profiles, pieces, position)
-
     @torch.no_grad()
     def take(self, views: Views, profiles: Profiles, pieces: Pieces) -> torch.Tensor:
         """Begin to write: from then on only the lane has still to read the views.
@@ -93,7 +84,13 @@ class UnitCopier:
     def encode(
         self, block: torch.Tensor, profiles: Profiles, pieces: Pieces, position: int
     ) -> Written:
-        """End what `take` began with the same pieces; returns what `write` does."""
+        """Encode what `take` began with the same pieces, whose first token has `position`.
+
+        A block that the first profile's codec cannot take is stored with the next, and at last
+        losslessly; that is counted in `unsuited` by profile and reason, and said once for each.
+
+        Returns: what was written; `GIVEN_UP` when it does not fit.
+        """
         self._lane.wait()
         if block is not self._block:
             return Written(RAW.number, (self._raw_bytes,))
@@ -103,6 +100,17 @@ class UnitCopier:
             except Unsuited as refused:
                 self._count(f"{profile.name}: {refused.reason}")
         return self._encode(block, LOSSLESS, pieces, position)
+
+    @torch.no_grad()
+    def encode_beside(
+        self, block: torch.Tensor, profile: Profile, pieces: Pieces, position: int
+    ) -> Written:
+        """Encode what `encode` was last given once more; `GIVEN_UP` where that cannot be."""
+        try:
+            return self._encode(block, profile, pieces, position)
+        except Unsuited as refused:
+            self.unsuited[f"{profile.name}: {refused.reason}"] += 1
+            return GIVEN_UP
 
     def _count(self, reason: str) -> None:
         self.unsuited[reason] += 1

@@ -23,13 +23,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from tierkv.calls import MAX_UNITS, FlushCall, MatchCall, PutCall
-from tierkv.client import Client, Reservation, Transfer
+from tierkv.client import Client, Transfer
 from tierkv.codec import profile_of
 from tierkv.errors import invalid
 from tierkv.fidelity import Fidelity
 from tierkv.frame import DERIVED, LOSSY, Header
 from tierkv.key import Extras, chain_keys, root_key
 from tierkv.part import Part
+from tierkv.reservation import Reservation, Written
 from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_connectors.device.host import HostLane
 from tierkv_connectors.edge import Edge
@@ -349,18 +350,19 @@ class PrefixCache:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> int:
-        started = time.perf_counter()
+        copier, profiles, small = self._copier, reservation.profiles, reservation.beside
+        units, beside, copied_s = list[Written](), list[Written](), 0.0
         try:
-            units = [
-                self._copier.write(
-                    self._views(keys, values, unit),
-                    reservation.profiles,
-                    reservation.payload(index),
-                    unit * self.identity.tokens_per_block,
-                )
-                for index, unit in enumerate(reservation.units)
-            ]
-            return reservation.commit_written(units, time.perf_counter() - started)
+            for index, unit in enumerate(reservation.units):
+                started, position = time.perf_counter(), unit * self.identity.tokens_per_block
+                pieces = reservation.payload(index)
+                block = copier.take(self._views(keys, values, unit), profiles, pieces)
+                units.append(copier.encode(block, profiles, pieces, position))
+                copied_s += time.perf_counter() - started
+                if small:
+                    pieces = reservation.payload_beside(index)
+                    beside.append(copier.encode_beside(block, small, pieces, position))
+            return reservation.commit_written(units, copied_s, beside)
         finally:
             reservation.abort()
 

@@ -22,8 +22,9 @@ from typing import Any
 from tierkv import calls, frame
 from tierkv.cache import TierKV
 from tierkv.channel import EmbeddedChannel
-from tierkv.client import Client, Reservation, Transfer
+from tierkv.client import Client, Transfer
 from tierkv.part import Part
+from tierkv.reservation import Reservation
 from tierkv.settings import Settings, StoreSettings
 from tierkv.simulation.engine import content
 from tierkv.tier import DONE, Item, Outcome

@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass, field
 
 from tierkv import calls
-from tierkv.client import Reservation, Transfer
+from tierkv.client import Transfer
+from tierkv.reservation import Reservation
 
 Unit = tuple[bytes, bytes]
 """Key and packed part."""

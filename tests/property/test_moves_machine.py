@@ -24,17 +24,19 @@ from tests.property.test_store_machine import (
     StoreMachine,
     unit_of,
 )
-from tests.stores import ONE, PAGE, Rig, chain, fill, pattern
+from tests.stores import BLOCK, ONE, PAGE, Rig, chain, fill, pattern
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame, lineage
 from tierkv.catalog import READY
-from tierkv.client import Written
-from tierkv.codec import BY_NUMBER, KVTC, PROFILES, Profile
+from tierkv.codec import BY_NUMBER, KVTC, PROFILES, RAW, Profile
 from tierkv.encoder import Encoded, Lost
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
 from tierkv.identity import Identity, LayerSpec, Rope, to_wire
 from tierkv.plan import Kind, Move
+from tierkv.policies.lru import Lru
+from tierkv.policy import Picked
+from tierkv.reservation import Written
 from tierkv.tiers.host import aligned
 
 IDENTITY = Identity(
@@ -83,8 +85,17 @@ class Halves(InProcess):
         return Encoded(memory, (*segments, *(0,) * (profile.segments - len(segments))))
 
 
+class Pairing(Lru):
+    """Wants a progressive copy beside a plain one wherever both may be made."""
+
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> Picked:
+        if {RAW, KVTC[0]} <= set(choices):
+            return Picked(RAW.number, KVTC[0].number)
+        return super().picks(keys, known, choices)
+
+
 class MovesMachine(StoreMachine):
-    """Blocks of a progressive codec, exact ones that may be encoded again, and Moves."""
+    """Blocks of a progressive codec, exact ones that may be encoded again, pairs, and Moves."""
 
     put_fields: ClassVar[dict[str, Any]] = {
         "family": FAMILY, "artifacts": (frame.NO_ARTIFACT, ARTIFACT),
@@ -94,6 +105,7 @@ class MovesMachine(StoreMachine):
         rig = Rig(PAGES, [self.open_tier()], gate=GATE, **fields)
         rig.store.encode_with(Halves(rig.host.view, [ARTIFACT]))
         rig.store.introduce(1, calls.IdentityCall(identity=to_wire(IDENTITY)))
+        rig.store._store.policy = Pairing(2)
         return rig
 
     def committed(self, space: str, unit: Unit, fidelity: int, data: bytes) -> None:
@@ -121,6 +133,45 @@ class MovesMachine(StoreMachine):
         for unit, data in zip(units, written, strict=True):
             for profile, end in zip(KVTC[::-1], accumulate(cuts), strict=True):
                 self.model.add(space, unit, (CLASSES[profile.name], data[:end]))
+        self.written.append((space, session, blocks, ONE, 2))
+
+    @rule(
+        space=SPACES, session=SESSIONS, blocks=LENGTHS, give_up=st.integers(0, 9),
+        cuts=st.sampled_from([(100, 200, 300, 400), (10, 2000, 1, 3000), (2000, 4000, 8000, PAGE)]),
+        which=st.integers(0, 4),
+    )  # fmt: skip
+    def put_pair(
+        self, space: str, session: int, blocks: int, give_up: int, cuts: tuple[int, ...],
+        which: int,
+    ) -> None:  # fmt: skip
+        """One progressive copy is missing, or all: of the last cuts, which find no room."""
+        keys = chain(session, blocks)
+        held = self.rig.offer(
+            keys, namespace=space, fidelity=2, profiles=("raw", "kvtc@4x"),
+            artifacts=(frame.NO_ARTIFACT, ARTIFACT), family=FAMILY,
+        )  # fmt: skip
+        if held is None:
+            return
+        assert held.beside is KVTC[0]
+        fits = all(sum(cuts) <= sum(map(len, held.payload_beside(0))) for _ in held.units)
+        made = []
+        for index, unit in enumerate(held.units):
+            text = b"%d" % next(self.model.serial) + keys[unit]
+            data, small = pattern(text, BLOCK), pattern(text + b"small", sum(cuts) + 32)
+            fill(held.payload(index), data if index != give_up else b"")
+            fill(held.payload_beside(index), small[: sum(cuts)] if fits else b"")
+            made.append((unit_of(keys, ONE, unit), data, small))
+        units = [Written(RAW.number, (BLOCK,) if at != give_up else ()) for at in range(len(made))]
+        beside = [Written(KVTC[0].number, cuts if at != which else ()) for at in range(len(made))]
+        assert held.commit_written(units, beside=beside) == min(give_up, len(made))
+        for at, (name_of, data, small) in enumerate(made[:give_up]):
+            self.model.add(space, name_of, (Fidelity.EXACT, data))
+            for name, measured in CLASSES.items():
+                end = kept(len(data), PROFILES[name])[-1]
+                self.model.add(space, name_of, (measured, data[:end]))
+            for profile, end in zip(KVTC[::-1], accumulate(cuts), strict=True):
+                if fits and at != which:
+                    self.model.add(space, name_of, (CLASSES[profile.name], small[:end]))
         self.written.append((space, session, blocks, ONE, 2))
 
     @rule(pick=PICKS, which=PICKS)

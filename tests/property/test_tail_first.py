@@ -16,9 +16,9 @@ from tests.nvme_tiers import opening
 from tests.stores import ONE, PAGE, TWO, Rig
 from tierkv import calls, frame
 from tierkv.catalog import ABSENT, NONE, READY
-from tierkv.client import Written
 from tierkv.codec import RAW
 from tierkv.part import Part
+from tierkv.reservation import Written
 
 BLOCK_BYTES = 8 * PAGE - frame.header_bytes(1)
 RECOMPUTE: dict[str, Any] = {"linear": 4e-4, "quadratic": 1e-9}

@@ -194,7 +194,8 @@ def test_units_share_scratch_memory_while_nothing_is_over_yet(
     frames, headers = [], list[Any]()
     for block in blocks:
         frame = memoryview(bytearray(2 * kept.raw_bytes))
-        length = copier.write(whole(block), [profile], [frame], 0).length
+        taken = copier.take(whole(block), [profile], [frame])
+        length = copier.encode(taken, [profile], [frame], 0).length
         frames.append(frame[:length])
         headers.append(
             SimpleNamespace(

@@ -19,7 +19,7 @@ from tests.vllm_memory import kept_of
 from tierkv.cache import TierKV
 from tierkv.calls import AbortCall, Call, CommitCall, ReleaseCall
 from tierkv.channel import EmbeddedChannel
-from tierkv.client import Written
+from tierkv.reservation import Written
 from tierkv.settings import Settings
 from tierkv.tiers.host import HostSettings
 from tierkv_connectors.device import cuda as cuda_module

@@ -16,15 +16,17 @@ from tests.stores import PAGE, Rig, chain
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
-from tierkv.client import Written
-from tierkv.codec import PROFILES
+from tierkv.codec import PROFILES, Profile
 from tierkv.cost import HOST_RATES, Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
 from tierkv.part import Part
 from tierkv.policies.joint import Joint
 from tierkv.policies.placed import Placed
+from tierkv.policies.putting import Putting
 from tierkv.policies.segments import NONE
+from tierkv.policy import Picked
+from tierkv.reservation import Written
 from tierkv.tier import DurableTier
 from tierkv.use import Use
 
@@ -80,6 +82,12 @@ def traffic(seed: int, seconds: float) -> Iterator[Request]:
                 heapq.heappush(waiting, (at + rng.expovariate(1 / 60.0), session, turn + 1))
 
 
+def made(profile: Profile) -> Written:
+    """Return a block of the size that a profile says."""
+    levels = max(profile.levels, 1)
+    return Written(profile.number, (int(RAW / profile.ratio) // levels,) * levels)
+
+
 class Engine:
     """Asks for each request's chain and puts all of it, encoded to the sizes of the profiles."""
 
@@ -106,10 +114,9 @@ class Engine:
         self.hits += reply.blocks
         held = rig.offer(keys, **self.fields, **self.put_fields)
         if held is not None:
-            profile = PROFILES[held.profile]
-            size = int(RAW / profile.ratio)
-            cuts = [size // max(profile.levels, 1)] * max(profile.levels, 1)
-            held.commit_written([Written(profile.number, tuple(cuts))] * len(held.units))
+            units = [made(PROFILES[held.profile])] * len(held.units)
+            beside = [made(held.beside)] * len(held.units) if held.beside else []
+            held.commit_written(units, beside=beside)
         rig.inline.drain()
         rig.store.tick()
 
@@ -203,6 +210,19 @@ def test_a_disk_serves_more_and_is_written_less(tmp_path: Path, offered: tuple[s
     assert joint.hit > 1.3 * lru.hit
     assert joint.saved_s > 1.3 * lru.saved_s
     assert joint.written < 0.5 * lru.written
+
+
+def test_of_two_copies_the_small_one_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAM alone, and every block put twice: more is hit than where there is only the large one."""
+    alone = serve("evicpress", ("raw",), 0)
+
+    def picks(self: Putting, _: bytes, __: Any, choices: Any, **___: Any) -> Picked:
+        self._picked, self._choices = PROFILES["kvtc@4x"], choices
+        return Picked(PROFILES["raw"].number, PROFILES["kvtc@4x"].number)
+
+    monkeypatch.setattr(Putting, "picks", picks)
+    both = serve("evicpress", PROFILES_OF_ENGINE, 0)
+    assert both.hit > 1.5 * alone.hit
 
 
 @pytest.mark.parametrize("least", [40, 400])

@@ -27,11 +27,12 @@ from tierkv import frame, gate
 from tierkv.cache import TierKV
 from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client
-from tierkv.codec import BY_CODEC_ID, PROFILES
+from tierkv.codec import BY_CODEC_ID, KVTC, PROFILES, RAW
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
 from tierkv.identity import Identity
+from tierkv.policy import Picked
 from tierkv.settings import Settings, StoreSettings
 from tierkv.stat import from_wire
 from tierkv.tiers.host import HostSettings
@@ -124,6 +125,31 @@ def test_what_was_stored_comes_back_near(
     error = (back.float() - block.float()).norm() / block.float().norm()
     assert 0 < error < most
     assert sum(header.payload_bytes for header in found) < block.nbytes / 2
+
+
+def test_a_second_copy_is_made_of_what_the_artifact_fits(
+    client: Client, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once, from the same values: raw is served, and kvtc when the raw copies are gone."""
+    picked = Picked(RAW.number, KVTC[0].number)
+    monkeypatch.setattr("tierkv.policies.joint.Joint.picks", lambda *_: picked)
+    block = text_like(3 * BLOCK, 1)
+    block[:, :, 2 * BLOCK :] = foreign(BLOCK, 2)
+    ours = prefix_cache(client, model, "raw", "kvtc@4x")
+    assert ours.store(TEXT, cache_of(model, block)) == 3
+    assert [header.codec_id for header in headers(ours)] == [1, 1, 1]
+    assert isinstance(client._channel, EmbeddedChannel)
+    store = client._channel._control._store  # type: ignore[attr-defined]
+    assert store.counters["put_beside"] == 2
+    raw = [row for row in range(len(store.catalog)) if store.catalog.profile[row] == RAW.number]
+    store.drop(raw)
+    assert [header.codec_id for header in headers(ours)] == [6, 6]
+    loaded, reused = ours.load(TEXT)
+    assert reused == 2 * BLOCK
+    back = torch.stack([torch.stack([k[0], v[0]]) for k, v, _ in loaded]).transpose(2, 3)
+    block = block[:, :, : 2 * BLOCK]
+    assert torch.equal(back[:, :, :4], block[:, :, :4])
+    assert 0 < (back.float() - block.float()).norm() / block.float().norm() < 0.06
 
 
 def test_what_the_artifact_does_not_fit_is_stored_losslessly(

@@ -9,10 +9,11 @@ from msgspec.structs import replace
 from tests.memory_tier import MemoryTier
 from tests.stores import BLOCK, Rig, chain, fill
 from tierkv.channel import EmbeddedChannel
-from tierkv.client import Client, Written
+from tierkv.client import Client
 from tierkv.codec import INT8, RAW
 from tierkv.cost import HOST_RATES, LATENCY_BYTES, RATE_BYTES, Rates
-from tierkv.store import FIRST_RATES
+from tierkv.lower import FIRST_RATES
+from tierkv.reservation import Written
 from tierkv.tier import Item, Outcome, Status
 
 

@@ -11,9 +11,9 @@ from tests.memory_tier import MemoryTier
 from tests.stores import BLOCK, ONE, PAGE, TWO, Direct, Rig, chain, fill, payload_of
 from tierkv import calls
 from tierkv.cache import READ_THREADS
-from tierkv.client import Reservation
 from tierkv.executor import Threads
 from tierkv.part import Part
+from tierkv.reservation import Reservation
 
 LANES = {
     "control": 2, "touch": 1, "host-probe": 1, "nvme-read": READ_THREADS, "nvme-seal": 1,
@@ -37,8 +37,7 @@ class Session:
         call = self.rig.put_call(keys)
         reply = self.rig.store.put(self.owner, call)
         if reply.reservation:
-            frames = self.rig.frames(reply.run_counts, reply.runs)
-            held = Reservation(Direct(self.rig.store, self.owner), reply, frames)
+            held = Reservation(Direct(self.rig.store, self.owner), reply, self.rig.host.view)
             for index, unit in enumerate(held.units):
                 fill(held.payload(index), marked(session, unit))
             held.commit([BLOCK] * len(held.units))

@@ -10,8 +10,16 @@ import pytest
 from tests.vllm_double import EngineDouble, over, prompts
 from tests.vllm_memory import ENGINE, STORE, kept_of
 from tierkv.cache import TierKV
+from tierkv.codec import KVTC, RAW, Profile
 from tierkv.errors import TierKVError
+from tierkv.fidelity import Fidelity
+from tierkv.offers import Offer, Offers
+from tierkv.policy import Picked
+from tierkv.reservation import Written
+from tierkv_connectors.pages import UnitCopier
 from tierkv_connectors.vllm.kept import options_of
+
+ARTIFACT = b"a" * 32
 
 
 def engine_of(store: TierKV, **options: Any) -> EngineDouble:
@@ -72,6 +80,31 @@ def test_it_does_so_no_longer_than_it_may(store: TierKV) -> None:
     go.set()
     engine.settle()
     engine.close()
+
+
+def test_a_copy_beside_the_first_is_made_where_the_store_wants_it(
+    store: TierKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = Offer(KVTC[0], ARTIFACT, Fidelity.SAFE, 0.0)
+    allowed, made = Offers.allowed, list[int]()
+
+    def encode(_: UnitCopier, block: Any, profile: Profile, pieces: Any, position: int) -> Written:
+        assert (profile, block.isfinite().all()) == (KVTC[0], True)
+        made.append(position)
+        return Written(profile.number, (1, 1, 1, 1) if position else ())
+
+    picked = Picked(RAW.number, KVTC[0].number)
+    monkeypatch.setattr("tierkv.policies.lru.Lru.picks", lambda *_: picked)
+    monkeypatch.setattr(Offers, "allowed", lambda self, call: [*allowed(self, call), offer])
+    monkeypatch.setattr(UnitCopier, "encode_beside", encode)
+    engine = engine_of(store)
+    engine.run(next(prompts(4, 100)))
+    engine.settle()
+    assert made == [0, 16, 32, 48, 64, 80]
+    assert store._store.counters["put_beside"] == 5
+    assert engine.run(next(prompts(4, 100))).external == 96
+    engine.close()
+    assert not engine.edge.failures
 
 
 def test_copies_are_paced_by_what_they_took(store: TierKV, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import pytest
 from tests.stores import BLOCK, Rig, chain, fill, pattern, payload_of
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, codec, frame
-from tierkv.client import GIVEN_UP, Reservation, Written
 from tierkv.codec import INT8, LOSSLESS, RAW, Profile
 from tierkv.errors import TierKVError
 from tierkv.fidelity import Fidelity
 from tierkv.gate import Gate
+from tierkv.reservation import GIVEN_UP, Reservation, Written
 
 FAMILY = b"f" * 32
 PROGRESSIVE = Profile(

@@ -12,30 +12,32 @@ would be worth it there alone.
 Rates and prices are as old as the last use of a chain that was told: there is no other clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.calls import PIN_S
 from tierkv.catalog import NONE, Catalog, Rows
-from tierkv.codec import RAW, Profile
+from tierkv.codec import Profile
 from tierkv.cost import Rates
 from tierkv.explain import Dropped, Terms
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
+from tierkv.policies.putting import Putting
 from tierkv.policies.reuse import SIGHTS
 from tierkv.policies.search import Candidate, Search
 from tierkv.policies.steps import Steps
 from tierkv.policies.stranded import stranded
 from tierkv.policies.telling import Facts, tell
 from tierkv.policies.worth import FLOOR, MEMORY, gains, losses, moved
+from tierkv.policy import Picked
 from tierkv.tier import RAM
 from tierkv.use import Use
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
-Ids = npt.NDArray[np.int32]
 
 KEEP_FROM = 0.75
 """A reclaimed region's survivors earn more than this share of what the tier has."""
@@ -85,7 +87,7 @@ class Joint:
         """By tier: uses at the last time that it needed room."""
         self._told: list[Use] = []
         """Not learnt from yet."""
-        self._picked: tuple[Profile, Sequence[Profile]] = RAW, ()
+        self._putting = Putting(self.steps, self.placed, self._gains)
         self._worth: dict[int, float] = {}
         self._sessions: dict[str, int] = {}
         self._given: Facts | None = None
@@ -164,57 +166,17 @@ class Joint:
 
     # what is asked
 
-    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
-        """Return the profile whose best future earns most, once RAM has a price.
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> Picked:
+        """Return the profiles whose best future earns most, once RAM has a price.
 
         Until then a block lives longest where the planner looks: in the slowest tier in use.
         """
-        self._picked = RAW, choices
-        blocks = self.placed.find(keys)
-        units = np.array(known, np.bool_).reshape(max(len(blocks), 1), -1)
-        there = np.logical_and.reduce(units, axis=1)
-        segments, weight = self._runs(blocks[~there[: len(blocks)]])
-        if not self.price[RAM] or not len(segments):
-            return 0
-        best = -np.inf
-        for choice in choices:
-            gain = self._future(segments, choice, choices)
-            earned = float((np.maximum(gain, 0.0) * weight).sum())
-            if earned > best:
-                best, self._picked = earned, (choice, choices)
-        return self._picked[0].number
+        return self._putting.picks(keys, known, choices, priced=bool(self.price[RAM]))
 
     def offered(self, view: Catalog, tier: int, keys: Sequence[bytes]) -> int:
         """Return how many blocks of a chain earn more than they cost, from the first on."""
         del view, tier
-        segments, weight = self._runs(self.placed.find(b"".join(keys)))
-        if not len(segments):
-            return len(keys)
-        worth = self._future(segments, *self._picked) > 0
-        blocks = len(segments) if worth.all() else int(worth.argmin())
-        return int(weight[:blocks].sum())
-
-    def _runs(self, blocks: Ids) -> tuple[Numbers, Numbers]:
-        """Return the segments of a chain's blocks, in order, and how many of them each has."""
-        rows = self.placed.segments.of(blocks[blocks != NONE])
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
-        return rows[starts], np.diff(np.append(starts, len(rows)))
-
-    def _future(self, segments: Numbers, choice: Profile, choices: Sequence[Profile]) -> Floats:
-        """Return what segments earn in the best set of copies that a put of a profile leads to."""
-        near, far = self.steps.made(choice, [one.number for one in choices])
-        alone, lower = self.steps.alone, range(1, len(self.price))
-        options = {alone[RAM][one] for one in near}
-        options |= {alone[tier][one] for tier in lower for one in far}
-        options |= {
-            alone[RAM][one] + alone[tier][other] for one in near for tier in lower for other in far
-        }
-        configurations = np.broadcast_to(
-            np.array(sorted(options), np.int64), (len(segments), len(options))
-        )
-        nothing = np.zeros(len(segments), np.int64)
-        best: Floats = self._gains(segments, nothing, configurations).max(axis=1)
-        return best
+        return self._putting.offered(keys)
 
     def _gains(self, segments: Numbers, current: Numbers, choices: Numbers) -> Floats:
         rate = self.placed.reuse.rate(segments, self.placed.now)
@@ -239,7 +201,7 @@ class Joint:
         """Return the rows of drops alone."""
         self._learn(view)
         search = self._search(view, tier, need)
-        search.run(lambda rows, inside: self._judge(view, tier, rows, inside, {Kind.DROP}))
+        search.run(partial(self._judge, view, tier, {Kind.DROP}))
         return [move.row for move in search.moves]
 
     def reclaim(self, view: Catalog, tier: int, need: int, *, at_once: bool) -> list[Move]:
@@ -247,7 +209,7 @@ class Joint:
         self._learn(view)
         kinds = {Kind.DROP, Kind.DOWNGRADE} | (set() if at_once else {Kind.DEMOTE})
         search = self._search(view, tier, need)
-        search.run(lambda rows, inside: self._judge(view, tier, rows, inside, kinds))
+        search.run(partial(self._judge, view, tier, kinds))
         if tier == RAM and not at_once:  # the others wait until the room is wanted
             return [move for move in search.moves if move.kind is Kind.DEMOTE]
         self._pressed[tier] = self._uses
@@ -263,16 +225,18 @@ class Joint:
         return Search(view, self.placed, tier, need, self._granule[tier], self._uses << 16)
 
     def _judge(
-        self, view: Catalog, tier: int, rows: list[int], inside: list[bool], kinds: set[Kind]
-    ) -> list[Candidate]:
+        self, view: Catalog, tier: int, kinds: set[Kind],
+        rows: list[int], inside: list[bool], going: Container[int],
+    ) -> list[Candidate]:  # fmt: skip
         """Return the best step of each placement, where there is one."""
         if not rows:
             return []
-        current = np.array([self.steps.there(view, row) for row in rows])
+        current = np.array([self.steps.there(view, row, going) for row in rows])
         steps = self.known.relief(tier, current)
         loss = self._losses(tier, rows, current, steps)
         allowed = np.array([self.steps.allowed(view, row) for row in rows])
         loss[self.steps.barred(tier, allowed, current, steps, kinds)] = np.inf
+        loss[self.steps.of_another(view, rows, current, steps)] = np.inf
         if self._sights:
             early = np.array([self.placed.uses(row) < self._sights for row in rows])[:, None]
             down = self.steps.barred(tier, allowed, current, steps, kinds - {Kind.DEMOTE})

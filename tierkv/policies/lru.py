@@ -16,6 +16,7 @@ from tierkv.codec import Profile
 from tierkv.cost import Rates
 from tierkv.explain import Dropped, Terms
 from tierkv.plan import Move, drops
+from tierkv.policy import Picked
 from tierkv.use import Use
 
 KEEP_FROM = 0.75
@@ -103,10 +104,10 @@ class Lru:
         """Take heads for younger than tails."""
         self.touched(view, rows)
 
-    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> int:
+    def picks(self, keys: bytes, known: Sequence[bool], choices: Sequence[Profile]) -> Picked:
         """Leave it to the planner."""
         del keys, known, choices
-        return 0
+        return Picked()
 
     def admits(self, view: Catalog, tier: int, rows: Rows) -> list[bool]:
         """Take all: what is written down is dropped from RAM at no loss."""

@@ -6,7 +6,7 @@ behind it: heads never leave before tails. Where sampling finds nothing more, al
 goes, the deepest blocks first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from tierkv.catalog import NONE, READY, Catalog
 from tierkv.lineage import freed, lawful
+from tierkv.pairs import PROGRESSIVE
 from tierkv.plan import Kind, Move
 from tierkv.policies.placed import Placed
 from tierkv.policies.stranded import remains
+from tierkv.tier import RAM
 
 Numbers = npt.NDArray[np.int64]
 ROUNDS = 24
@@ -38,9 +40,9 @@ class Candidate(NamedTuple):
     loss: float
 
 
-Judge = Callable[[list[int], list[bool]], list[Candidate]]
+Judge = Callable[[list[int], list[bool], Container[int]], list[Candidate]]
 """Says of placements what to do with each, where anything may be done; of those inside a chain the
-last copy may not go."""
+last copy may not go. Something is done to others already."""
 
 
 class Search:
@@ -82,8 +84,13 @@ class Search:
             before = len(self.moves)
             open_rows = self._open(rows)
             inside = [self._inside(row) for row in open_rows]
-            found = sorted(judge(open_rows, inside), key=lambda one: one.loss)
+            found = sorted(judge(open_rows, inside, self._chosen), key=lambda one: one.loss)
+            taken: set[int] = set()
             for one in found[: 1 + len(found) // TAKEN]:
+                segment = self._segment(one.row)
+                if segment in taken:  # its other copy was judged beside this one
+                    continue
+                taken.add(segment)
                 self._take(one)
                 if self._need <= 0:
                     return
@@ -95,20 +102,23 @@ class Search:
 
     def _open(self, rows: list[int]) -> list[int]:
         """Return the placements that may go; half of those inside a chain stand for its end."""
-        placed, segments = self._placed, self._placed.segments
-        seen: dict[int, int] = {}
+        segments, profile = self._placed.segments, self._view.profile
+        seen: dict[tuple[int, bool], int] = {}
         for place, row in enumerate(rows):
-            block = placed.block(row)
-            segment, stands = -1 - row, row
-            if block != NONE:
-                segment = placed.segment(block)
-                if place % 2 and self._inside(row):
-                    tail = segments.end(int(segments.context[segment]))
-                    end = self._last(tail) if tail not in (NONE, segment) else NONE
-                    segment, stands = (segment, row) if end == NONE else (tail, end)
-            if segment not in seen and self._free(stands):
-                seen[segment] = stands
+            segment, stands = self._segment(row), row
+            small = self._tier == RAM and profile[row] in PROGRESSIVE
+            if place % 2 and self._inside(row):
+                tail = segments.end(int(segments.context[segment]))
+                end = self._last(tail, row) if tail not in (NONE, segment) else NONE
+                segment, stands = (segment, row) if end == NONE else (tail, end)
+            if (segment, small) not in seen and self._free(stands):
+                seen[segment, small] = stands
         return list(seen.values())
+
+    def _segment(self, row: int) -> int:
+        """Return a placement's segment; an orphan is one of its own."""
+        block = self._placed.block(row)
+        return -2 - row if block == NONE else self._placed.segment(block)
 
     def _inside(self, row: int) -> bool:
         """Return whether a segment behind a placement's own has something left."""
@@ -119,37 +129,48 @@ class Search:
         """Return whether a segment behind this one has something left."""
         return bool(self._placed.segments.children[segment] > self._lost.get(segment, 0))
 
-    def _last(self, segment: int) -> int:
+    def _last(self, segment: int, like: int) -> int:
         """Return a placement near the end of a segment, in this tier, that may go; else NONE."""
         view, placed, segments = self._view, self._placed, self._placed.segments
         first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
         for block in range(first + blocks - 1, max(first, first + blocks - NEAR_END) - 1, -1):
             head = view.head(placed.keys(block, 1), placed.parts(block)[0])
-            row = view.in_tier(head, self._tier)
+            row = self._row(head, like)
             if row != NONE and self._free(row):
                 return row
         return NONE
+
+    def _row(self, head: int, like: int) -> int:
+        """Return a unit's placement in this tier, of a pair the one that is like another."""
+        view, found = self._view, NONE
+        small = view.profile[like] in PROGRESSIVE
+        for row in view.copies(head):
+            alike = (view.profile[row] in PROGRESSIVE) == small
+            if view.tier[row] == self._tier and (found == NONE or alike):
+                found = row
+        return found
 
     def _free(self, row: int) -> bool:
         view = self._view
         return row not in self._chosen and view.state[row] == READY and not view.holds[row]
 
-    def _rows(self, segment: int) -> Iterator[int]:
-        """Go through the placements of a segment in this tier, last block first."""
+    def _rows(self, segment: int, like: int) -> Iterator[int]:
+        """Go through a segment's placements in this tier, last block first; see `_row`."""
         view, placed, segments = self._view, self._placed, self._placed.segments
         first, blocks = int(segments.first[segment]), int(segments.blocks[segment])
         keys = placed.keys(first, blocks)
         heads = [view.find(keys, part).tolist() for part in placed.parts(first)]
         for at in range(blocks - 1, -1, -1):
             for units in heads:
-                row = view.in_tier(units[at], self._tier)
+                row = self._row(units[at], like)
                 if row != NONE:
                     yield row
 
     def _take(self, one: Candidate) -> None:
         """Do to a candidate's segment, from its end on, what is to be done."""
         block = self._placed.block(one.row)
-        rows = iter([one.row]) if block == NONE else self._rows(self._placed.segment(block))
+        segment = self._placed.segment(block) if block != NONE else NONE
+        rows = iter([one.row]) if block == NONE else self._rows(segment, one.row)
         view, before = self._view, len(self.moves)
         for row in rows:
             if self._need <= 0:

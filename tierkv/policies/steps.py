@@ -2,10 +2,11 @@
 
 The table of `Configurations` is that of the replay, which can do more than a store: a store cuts a
 progressive copy where it lies, encodes an exact one again on its way down, has one copy of a unit
-in each tier, and makes nothing that the gate does not allow for the block (`lineage`).
+in each tier but RAM (`pairs`), and makes nothing that the gate does not allow for the block
+(`lineage`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,10 @@ from tierkv.catalog import LEAVING, Catalog
 from tierkv.codec import BY_NUMBER, PROFILES, Profile
 from tierkv.cost import Rates
 from tierkv.lineage import encodable
+from tierkv.pairs import PROGRESSIVE as PROGRESSIVES
 from tierkv.plan import Kind
 from tierkv.policies.configurations import PLAIN, PROGRESSIVE, Configurations, Form
+from tierkv.tier import RAM
 
 Numbers = npt.NDArray[np.int64]
 
@@ -52,16 +55,21 @@ class Steps:
             rest, digit = np.divmod(rest, len(known.families[family]) + 1)
             self._digit[tier, family] = digit
             self._forms |= np.where(digit > 0, 1 << (self._first(family) + digit - 1), 0)
-        self._double = np.logical_and.reduce(self._digit > 0, axis=1).any(axis=0)
+        self._smallest = self._digit[:, PROGRESSIVE].max(axis=0)
+        self._double = np.logical_and.reduce(self._digit[RAM + 1 :] > 0, axis=1).any(axis=0)
 
     def _first(self, family: int) -> int:
         return len(self.known.families[PLAIN]) if family == PROGRESSIVE else 0
 
-    def there(self, view: Catalog, row: int) -> int:
-        """Return the set of copies that a placement's unit has, those being written included."""
+    def there(self, view: Catalog, row: int, going: Container[int] = ()) -> int:
+        """Return the set of copies that a placement's unit has, those being written included.
+
+        But for others that are `going`.
+        """
         number = 0
         for copy in view.copies(view.head(view.key(row), view.part[row])):
-            if view.state[copy] != LEAVING and view.profile[copy]:
+            gone = view.state[copy] == LEAVING or (copy != row and copy in going)
+            if view.profile[copy] and not gone:
                 number += self.alone[view.tier[copy]].get(view.profile[copy], 0)
         return number
 
@@ -94,15 +102,32 @@ class Steps:
         barred |= self._double[steps]
         plain, here = self._digit[tier, PLAIN], self._digit[tier].sum(axis=0)
         barred |= (plain[steps] != plain[now]) & (plain[steps] > 0)
+        # Of a pair the progressive copy loses nothing now: it is what remains of both later.
+        small = self._digit[tier, PROGRESSIVE]
+        barred |= (plain[now] > 0) & (small[now] > 0) & (self._smallest[steps] == 0)
         lower = np.zeros(steps.shape, np.bool_)
         for other in range(tier + 1, self._tiers):
             for digit in self._digit[other]:
                 lower |= digit[steps] != digit[now]
+            # What a pair's progressive copy can become is not encoded again from the plain one.
+            progressive = self._digit[other, PROGRESSIVE]
+            paired = (small[now] > 0) & (plain[steps] != plain[now])
+            barred |= paired & (progressive[steps] != progressive[now])
         if Kind.DEMOTE not in kinds:
             barred |= lower
         if Kind.DOWNGRADE not in kinds:
             barred |= ~lower & (here[steps] > 0)
         return barred
+
+    def of_another(
+        self, view: Catalog, rows: Sequence[int], current: Numbers, steps: Numbers
+    ) -> npt.NDArray[np.bool_]:
+        """Return which steps of placements of a tier are not theirs but the other copy's there."""
+        tier = view.tier[rows[0]]
+        small = np.array([view.profile[row] in PROGRESSIVES for row in rows])[:, None]
+        plain = self._digit[tier, PLAIN]
+        theirs: npt.NDArray[np.bool_] = (plain[steps] == plain[current[:, None]]) == small
+        return ~theirs
 
     def allowed(self, view: Catalog, row: int) -> int:
         """Return the forms that may be made of a placement, as bits: by cuts, or by encoding."""

@@ -5,23 +5,32 @@ each clear; so an engine can tell a wrong byte, and a right one that should have
 """
 
 import hashlib
+import itertools
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from tierkv import calls, frame
+from tierkv.codec import KVTC
 from tierkv.fidelity import Fidelity
 from tierkv.namespace import digest_of
 from tierkv.part import PACKED_BYTES, Part
+from tierkv.simulation.progressive import ARTIFACT, FAMILY, cuts
 from tierkv.simulation.sidecar import Sidecar
 
 FINGERPRINT = hashlib.sha256(b"tierkv.simulation").digest()
 TOKENS = 64
+OFFERS: tuple[dict[str, Any], ...] = (
+    {"profiles": ("raw", "lossless")},
+    {"profiles": ("kvtc@4x",), "artifacts": (ARTIFACT,)},
+    {"profiles": ("raw", "kvtc@4x"), "artifacts": (frame.NO_ARTIFACT, ARTIFACT)},
+)
+PROGRESSIVE = {profile.name for profile in KVTC}
 PATIENCE = 0.8
 """How often an engine waits on for an answer that is pending."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -212,8 +221,8 @@ class Engine:
             namespace=model.namespace, fingerprint=FINGERPRINT, keys=chain[: blocks * 32],
             parts=model.packed, raw_bytes=struct.pack("<q", model.raw_bytes) * len(model.parts),
             fidelity=rng.choice([Fidelity.ECONOMY, Fidelity.EXACT, Fidelity.EXACT]), position=0,
-            tokens_per_block=TOKENS, start=rng.randint(0, min(blocks - 1, 2)),
-            profiles=("raw", "lossless"),
+            tokens_per_block=TOKENS, start=rng.randint(0, min(blocks - 1, 2)), family=FAMILY,
+            **rng.choice(OFFERS),
         )  # fmt: skip
         reply = self._host.sidecar.put(self.owner, call)
         if reply.reservation:
@@ -223,20 +232,28 @@ class Engine:
 
     def _write(self, call: calls.PutCall, reply: calls.PutReply, version: int, half: int) -> None:
         """Write one half of each payload; the other one follows in a later turn."""
-        units = np.frombuffer(reply.units, "<u4").tolist()
-        for unit, pieces in zip(units, self._frames(reply.run_counts, reply.runs), strict=True):
-            data = content(self._name(call, unit), version, self._length(call, reply, unit))
-            middle = len(data) // 2
-            start, part = (middle, data[middle:]) if half else (0, data[:middle])
-            at = 0
-            for view in frame.cut(pieces, reply.header_bytes + start, len(part)):
-                view[:] = part[at : at + len(view)]
-                at += len(view)
+        every: list[calls.PutReply | calls.Beside] = [reply]
+        every += [reply.beside] if reply.beside else []
+        for copies in every:
+            frames = self._frames(copies.run_counts, copies.runs)
+            for unit, pieces in zip(_units(reply), frames, strict=True):
+                name = self._name(call, unit)
+                nbytes = sum(self._lengths(name, copies.profile))
+                room = sum(map(len, pieces)) - copies.header_bytes
+                data = content(name, version, nbytes) if nbytes <= room else b""
+                middle = len(data) // 2
+                start, part = (middle, data[middle:]) if half else (0, data[:middle])
+                at = 0
+                for view in frame.cut(pieces, copies.header_bytes + start, len(part)):
+                    view[:] = part[at : at + len(view)]
+                    at += len(view)
 
-    def _length(self, call: calls.PutCall, reply: calls.PutReply, unit: int) -> int:
-        """Return a unit's payload bytes: lossless ones vary with the key."""
+    def _lengths(self, name: bytes, profile: str) -> list[int]:
+        """Return the bytes of a unit's segments: but for raw ones they vary with the key."""
         raw = self.model.raw_bytes
-        return raw if reply.profile == "raw" else raw * (40 + self._name(call, unit)[0] % 60) // 100
+        if profile in PROGRESSIVE:
+            return cuts(name, raw)
+        return [raw if profile == "raw" else raw * (40 + name[0] % 60) // 100]
 
     def _name(self, call: calls.PutCall, unit: int) -> bytes:
         block, index = divmod(unit, len(self.model.parts))
@@ -252,12 +269,27 @@ class Engine:
             sidecar.abort(self.owner, calls.AbortCall(reservation=reply.reservation))
             return
         self._write(call, reply, version, half=1)
-        lengths = [
-            0 if rng.random() < 0.03 else self._length(call, reply, unit)  # noqa: PLR2004
-            for unit in np.frombuffer(reply.units, "<u4").tolist()
-        ]
-        data = struct.pack(f"<{len(lengths)}q", *lengths)
-        sidecar.commit(self.owner, calls.CommitCall(reservation=reply.reservation, lengths=data))
+        lengths = self._made(call, reply, reply.profile, 0.03)
+        beside = self._made(call, reply, reply.beside.profile, 0.2) if reply.beside else []
+        sidecar.commit(
+            self.owner,
+            calls.CommitCall(
+                reservation=reply.reservation,
+                lengths=_packed([sum(unit) for unit in lengths]),
+                segments=_packed(itertools.chain(*lengths)),
+                beside=_packed(itertools.chain(*beside)),
+            ),
+        )
+
+    def _made(
+        self, call: calls.PutCall, reply: calls.PutReply, profile: str, lost: float
+    ) -> list[list[int]]:
+        """Return the bytes of each unit's segments; some are given up."""
+        found = []
+        for unit in _units(reply):
+            lengths = self._lengths(self._name(call, unit), profile)
+            found.append([0] * len(lengths) if self._host.rng.random() < lost else lengths)
+        return found
 
     def _flush(self) -> None:
         host = self._host
@@ -275,3 +307,12 @@ class Engine:
             out.append([arena[start : start + size] for start, size in pairs[at : at + count]])
             at += count
         return out
+
+
+def _units(reply: calls.PutReply) -> list[int]:
+    units: list[int] = np.frombuffer(reply.units, "<u4").tolist()
+    return units
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    return np.fromiter(numbers, "<i8").tobytes()

@@ -13,6 +13,7 @@ from tierkv.simulation.disk import Disk, ModelTier
 from tierkv.simulation.engine import Engine, Model
 from tierkv.simulation.lanes import Lanes, Time
 from tierkv.simulation.media import Faults, Name
+from tierkv.simulation.progressive import GATE
 from tierkv.simulation.server import ModelShared, Server
 from tierkv.simulation.sidecar import Sidecar
 from tierkv.tier import DurableTier
@@ -73,7 +74,7 @@ class Node:
         self.sidecar = Sidecar(
             HostTier(HostSettings(size_bytes=self._arena_bytes)), lower, executor=self.lanes,
             clock=scene.time, wall=scene.time,
-            settings=StoreSettings(write_behind_bytes=QUEUE_BYTES, policy=self._policy),
+            settings=StoreSettings(write_behind_bytes=QUEUE_BYTES, policy=self._policy), gate=GATE,
         )  # fmt: skip
         self._started = True
         self._cleared: dict[str, int] = dict(self._floors)

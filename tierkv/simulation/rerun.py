@@ -78,7 +78,7 @@ def _reclaim(policy: ServicePolicy, view: Catalog, given: list[Any]) -> list[lis
 
 
 _ASKED: dict[str, Callable[[ServicePolicy, Catalog, list[Any]], Any]] = {
-    "picks": lambda policy, _, a: policy.picks(a[0], a[1], [BY_NUMBER[one] for one in a[2]]),
+    "picks": lambda policy, _, a: [*policy.picks(a[0], a[1], [BY_NUMBER[one] for one in a[2]])],
     "offered": lambda policy, view, a: policy.offered(view, *a),
     "admits": lambda policy, view, a: policy.admits(view, *a),
     "victims": lambda policy, view, a: policy.victims(view, *a),

@@ -6,6 +6,7 @@ from collections import Counter
 from tierkv.cache import TierKV
 from tierkv.catalog import ABSENT, LEAVING, NONE, READY, WRITING
 from tierkv.namespace import digest_of
+from tierkv.pairs import PROGRESSIVE
 from tierkv.simulation.media import Name
 from tierkv.tier import RAM
 
@@ -19,13 +20,14 @@ class Sidecar(TierKV):
         store.check()
         assert store.broken == "", store.broken
         placed: Counter[tuple[int, int]] = Counter()
-        names: set[tuple[int, bytes, int]] = set()
+        names: set[tuple[int, bool, bytes, int]] = set()
         used = [row for row, state in enumerate(catalog.state) if state != ABSENT]
         for row in used:
             place = (int(catalog.tier[row]), int(catalog.state[row]))
             placed[place] += int(catalog.allocated[row])
-            name = (place[0], catalog.key(row), int(catalog.part[row]))
-            assert name not in names, "one unit stands twice in a tier"
+            small = place[0] == RAM and catalog.profile[row] in PROGRESSIVE
+            name = (place[0], small, catalog.key(row), int(catalog.part[row]))
+            assert name not in names, "one unit stands twice in a tier, or in one place of RAM"
             names.add(name)
             assert place[1] in (READY, LEAVING) or not catalog.holds[row], (
                 "a hold on what is not ready"

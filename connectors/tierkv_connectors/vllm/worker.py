@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from tierkv.client import GIVEN_UP, Client, Reservation, Transfer, Written
+from tierkv.client import Client, Transfer
 from tierkv.executor import Executor
 from tierkv.key import KEY_BYTES
+from tierkv.reservation import GIVEN_UP, Reservation, Written
 from tierkv_codecs import CODECS, CodecRegistry
 from tierkv_connectors.device import Device, Mark
 from tierkv_connectors.edge import Edge
@@ -249,8 +250,8 @@ class Worker(Reports):
                 continue
             try:
                 self._out.after(saving.mark)
-                units, copied_s = self._write(saving, number, reservation)
-                visible = reservation.commit_written(units, copied_s)
+                units, beside, copied_s = self._write(saving, number, reservation)
+                visible = reservation.commit_written(units, copied_s, beside)
                 self.counters["saved_blocks"] += visible
                 if number == 0 and visible == sum(bool(unit.length) for unit in units):
                     stored = b"".join(
@@ -265,15 +266,17 @@ class Worker(Reports):
 
     def _write(
         self, saving: _Saving, number: int, reservation: Reservation
-    ) -> tuple[list[Written], float]:
+    ) -> tuple[list[Written], list[Written], float]:
         """Write a reservation's units, nothing from the first lost one on.
 
-        Returns: what was written, and the seconds it took without the pauses between.
+        Returns: what was written, what beside that, and the seconds that the first took without
+        the pauses between.
         """
         span = saving.save.spans[number]
         profiles, ratio = reservation.profiles, self._kept.ratio(span.group)
         shelf, tokens = self._shelves.own(span.group), self._kept.tokens
         units, copied_s = [GIVEN_UP] * len(reservation.units), 0.0
+        beside = [GIVEN_UP] * len(reservation.units) if reservation.beside else []
         wanted = [
             [ids[unit * ratio :][:ratio] for ids in span.blocks] for unit in reservation.units
         ]
@@ -291,5 +294,9 @@ class Worker(Reports):
             units[index] = shelf.writer.encode(block, profiles, pieces, position)
             took = time.monotonic() - started
             copied_s += took
-            self._pace.copied(took)
-        return units, copied_s
+            if reservation.beside:
+                pieces = reservation.payload_beside(index)
+                small = shelf.writer.encode_beside(block, reservation.beside, pieces, position)
+                beside[index] = small
+            self._pace.copied(time.monotonic() - started)
+        return units, beside, copied_s
