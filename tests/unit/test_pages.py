@@ -268,7 +268,7 @@ def test_an_error_of_ours_does_not_reach_the_engine(
         raise ZeroDivisionError
 
     monkeypatch.setattr(ours._copier, "read", broken)
-    monkeypatch.setattr(ours._copier, "write", broken)
+    monkeypatch.setattr(ours._copier, "take", broken)
     loaded, reused = ours.load(PROMPT)
     assert (loaded.get_seq_length(), reused) == (0, 0)
     longer = [*PROMPT, *range(20)]
