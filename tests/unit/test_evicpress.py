@@ -1,13 +1,12 @@
 """EvicPress: the order in which things go, exact sums, and how close it comes to the optimum."""
 
-import time
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
+from tests.work import work_of
 from tierkv.cost import Rates
 from tierkv.policies.configurations import Configurations, Form
 from tierkv.policies.evicpress import EvicPress
@@ -272,22 +271,22 @@ def test_utility_is_close_to_the_optimum(seed: int) -> None:
     assert utility >= 0.95 * -best.fun
 
 
-def decision_seconds(segments: int) -> float:
-    """Return the seconds of a reclaim with so many segments in the tier."""
+def decision_calls(segments: int) -> int:
+    """Return the calls that reclaims make with so many segments in the tier."""
     policy = EvicPress([RAW], RATES[:1], [int(segments * 16 * BLOCK)])
     ids = np.arange(16 * segments, dtype=np.int32).reshape(-1, 16)
     each, worth = np.full(16, BLOCK), np.full(16, DENSITY)
     for number, chain in enumerate(ids):
         policy.used_chain(number * 0.01, policy.walk(chain), chain, 8192, 16, each, worth, 0)
-    began = time.perf_counter()
-    for number in range(400):
-        chain = np.arange(16, dtype=np.int32) + 16 * (segments + number)
-        now = (segments + number) * 0.01
-        policy.used_chain(now, policy.walk(chain), chain, 8192, 16, each, worth, 0)
-    return time.perf_counter() - began
+
+    def reclaims() -> None:
+        for number in range(400):
+            chain = np.arange(16, dtype=np.int32) + 16 * (segments + number)
+            now = (segments + number) * 0.01
+            policy.used_chain(now, policy.walk(chain), chain, 8192, 16, each, worth, 0)
+
+    return work_of(reclaims).calls
 
 
 def test_a_decision_costs_the_same_among_many() -> None:
-    decision_seconds(50)
-    few = min(decision_seconds(300) for _ in range(2))
-    assert decision_seconds(4000) < 3 * few + 0.05
+    assert decision_calls(4000) < 1.5 * decision_calls(300)
