@@ -215,7 +215,9 @@ class Engine:
         except BrokenPipeError:
             raise EngineError(f"{action}: the engine is gone") from None
         # An answer is one line, written at once: readline does not wait for long.
-        ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+        answers = select.poll()  # which takes descriptors of any number
+        answers.register(process.stdout, select.POLLIN)
+        ready = answers.poll(timeout_s * 1e3)
         line = process.stdout.readline() if ready else b""
         if not line:
             what = "ended" if ready else f"gave no answer in {timeout_s:.0f} s"
