@@ -1,5 +1,7 @@
 """EvicPress: the order in which things go, exact sums, and how close it comes to the optimum."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -271,8 +273,11 @@ def test_utility_is_close_to_the_optimum(seed: int) -> None:
     assert utility >= 0.95 * -best.fun
 
 
-def decision_calls(segments: int) -> int:
-    """Return the calls that reclaims make with so many segments in the tier."""
+DECISIONS = 400
+
+
+def decisions_among(segments: int) -> Callable[[], None]:
+    """Return a call that makes room `DECISIONS` times with so many segments in the tier, once."""
     policy = EvicPress([RAW], RATES[:1], [int(segments * 16 * BLOCK)])
     ids = np.arange(16 * segments, dtype=np.int32).reshape(-1, 16)
     each, worth = np.full(16, BLOCK), np.full(16, DENSITY)
@@ -280,13 +285,14 @@ def decision_calls(segments: int) -> int:
         policy.used_chain(number * 0.01, policy.walk(chain), chain, 8192, 16, each, worth, 0)
 
     def reclaims() -> None:
-        for number in range(400):
+        for number in range(DECISIONS):
             chain = np.arange(16, dtype=np.int32) + 16 * (segments + number)
             now = (segments + number) * 0.01
             policy.used_chain(now, policy.walk(chain), chain, 8192, 16, each, worth, 0)
 
-    return work_of(reclaims).calls
+    return reclaims
 
 
 def test_a_decision_costs_the_same_among_many() -> None:
-    assert decision_calls(4000) < 1.5 * decision_calls(300)
+    few, many = (work_of(decisions_among(segments)).calls for segments in (300, 4000))
+    assert many < 1.5 * few

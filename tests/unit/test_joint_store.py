@@ -3,7 +3,7 @@
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,12 +286,18 @@ def test_a_head_stays_while_somebody_reads_its_tail() -> None:
 
 def test_a_decision_costs_the_same_among_many_placements() -> None:
     """The work of reclaims beside that among twenty times as many placements."""
-    few, many = (reclaim_work(placements) for placements in (10_240, 204_800))
+
+    def reclaims(placements: int) -> Work:
+        once = reclaim_among(placements)
+        return work_of(lambda: [once() for _ in range(40)])
+
+    few, many = reclaims(10_240), reclaims(204_800)
     assert many.calls < 1.5 * few.calls
     assert many.nbytes < 1.5 * few.nbytes
 
 
-def reclaim_work(placements: int) -> Work:
+def reclaim_among(placements: int) -> Callable[[], None]:
+    """Return a call that makes room for four blocks in RAM, among so many."""
     length, size = 256, 4096
     catalog, rng = Catalog(["host"]), np.random.default_rng(0)
     part = catalog.part_number(Part(0, 0, 2, 0, 2))
@@ -308,13 +314,12 @@ def reclaim_work(placements: int) -> Work:
         catalog.commit(rows)
         policy.touched(catalog, rows)
 
-    def reclaims() -> None:
-        for _ in range(40):
-            moves = policy.reclaim(catalog, 0, 4 * size, at_once=True)
-            assert len(moves) == 4
-            gone = [move.row for move in moves]
-            catalog.leave(gone)
-            catalog.gone(gone)
-            policy.forgot(gone)
+    def reclaim() -> None:
+        moves = policy.reclaim(catalog, 0, 4 * size, at_once=True)
+        assert len(moves) == 4
+        gone = [move.row for move in moves]
+        catalog.leave(gone)
+        catalog.gone(gone)
+        policy.forgot(gone)
 
-    return work_of(reclaims)
+    return reclaim
