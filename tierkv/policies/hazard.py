@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 EDGES_S: tuple[int, ...] = (0, 2, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 300, 400, 500, 600)
 EDGES_S += (800, 1000, 1300, 1700, 2200, 3000, 4500, 7000, 12000)
-PRIOR = 1.0
+PRIOR = 3.0
 FIRST_HAZARD = 3e-3
 """Uses a second that is believed before anything happened."""
 FADE = 0.7

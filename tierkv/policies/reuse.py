@@ -2,8 +2,7 @@
 
 A segment is used again because its context goes on, whose hazard is fitted by category and age, or
 because another context branches off it, of which a decayed rate is kept by segment. The category
-of a context is its turn, its length and the pause before it: who came back within seconds does so
-again, tools above all. What a branch left behind has categories of its own.
+of a context is its turn and length; what a branch left behind has categories of its own.
 """
 
 import numpy as np
@@ -22,9 +21,8 @@ SIGHTS = 2
 PARTIAL = 0.05
 """Of the rate of its context: a block that is not full is another one when its chain goes on."""
 REFIT_FIRST, REFIT_SHARE = 100, 20
-TURNS, PAUSES_S, LENGTHS = 6, (5, 10, 20, 40, 80, 160, 320), (600, 2048, 32768, 65536)
-"""A first turn has no pause before it."""
-LEFT = (TURNS - 1) * (len(PAUSES_S) + 2) * (len(LENGTHS) + 1)
+TURNS, LENGTHS = 6, (600, 2048, 32768, 65536)
+LEFT = TURNS * (len(LENGTHS) + 1)
 """Categories of what a branch left behind: a short rest of a context, a long one."""
 CATEGORIES = LEFT + 2
 
@@ -55,7 +53,7 @@ class Reuse:
 
         Args: see `EvicPress.used_chain`.
         """
-        context = len(self._length)
+        context = len(self._turn)
         self._learn(now, walk, context, tokens, full)
         rows = walk.rows
         self.segments.uses[rows] += 1
@@ -100,7 +98,7 @@ class Reuse:
         """
         blocks, contexts = self.segments.keep(rows)
         self.hazard.keep(contexts, now)
-        self._forgotten += len(self._length) - len(contexts)
+        self._forgotten += len(self._turn) - len(contexts)
         self._turn = [self._turn[one] for one in contexts.tolist()]
         self._length = [self._length[one] for one in contexts.tolist()]
         return blocks
@@ -108,17 +106,17 @@ class Reuse:
     @property
     def newest(self) -> int:
         """The context of the last use."""
-        return len(self._length) - 1
+        return len(self._turn) - 1
 
     def refit(self, now: float) -> None:
         """Fit the hazard anew when enough was used since the last time."""
-        newest = self._forgotten + len(self._length) - 1
+        newest = self._forgotten + len(self._turn) - 1
         if newest >= self._refit_at:
             self.hazard.refit(now)
             self._refit_at += max(REFIT_FIRST, newest // REFIT_SHARE)
 
     def _learn(self, now: float, walk: Walk, context: int, tokens: int, full: int) -> None:
-        segments, hazard, turn, pause = self.segments, self.hazard, 0, 0
+        segments, hazard, turn = self.segments, self.hazard, 0
         if len(walk.rows):
             before = int(segments.context[walk.rows[-1]])
             apart = bool(2 * walk.blocks < self._length[before] or hazard.until[before] <= now)
@@ -129,17 +127,13 @@ class Reuse:
             # What all chains share says nothing of the context that met it last.
             if walk.blocks > 1:
                 turn = self._turn[before] + 1
-                waited = now - hazard.start[before]
-                pause = 1 + int(np.searchsorted(PAUSES_S, waited, side="right"))
                 hazard.used(before, now)
                 if walk.blocks < self._length[before]:
                     hazard.begin(before, LEFT + int(not apart), now)
         self._turn.append(turn)
         self._length.append(full)
         length = int(np.searchsorted(LENGTHS, tokens, side="right"))
-        later = max(min(turn, TURNS - 1) - 1, 0)
-        kind = later * (len(PAUSES_S) + 2) + pause
-        hazard.begin(context, kind * (len(LENGTHS) + 1) + length, now)
+        hazard.begin(context, min(turn, TURNS - 1) * (len(LENGTHS) + 1) + length, now)
 
     def rate(self, rows: Numbers, now: float, *, least: bool = False) -> Floats:
         """Return expected uses per second of segments (n,); see `Hazard.rate` for `least`."""
