@@ -77,11 +77,19 @@ def runs_of(to: torch.Tensor, of: torch.Tensor) -> Runs | None:
     others = min(
         (sorted(others, key=lambda axis: axis[side]) for side in (1, 2)), key=lambda a: a[:1]
     )
-    every = [(1, 0, 0)] * (OUTER - len(others)) + others[::-1]
-    sizes, to_steps, of_steps = (
-        tuple(axis[field] * scale for axis in every) for field, scale in enumerate((1, size, size))
-    )
+    sizes, to_steps, of_steps = in_bytes(filled(others[::-1]), size)
     return Runs(to.data_ptr(), of.data_ptr(), nbytes, sizes, to_steps, of_steps)
+
+
+def filled(others: list[Axis]) -> list[Axis]:
+    """Return the axes around what a kernel copies, outermost first, as many as its loops."""
+    return [(1, 0, 0)] * (OUTER - len(others)) + others
+
+
+def in_bytes(axes: list[Axis], size: int) -> tuple[Steps, Steps, Steps]:
+    """Return sizes and both steps of axes over elements of so many bytes."""
+    sizes, to_steps, of_steps = zip(*axes, strict=True)
+    return sizes, tuple(size * one for one in to_steps), tuple(size * one for one in of_steps)
 
 
 def joined(axes: Any) -> list[Axis]:  # noqa: ANN401 -- any iterable of axes

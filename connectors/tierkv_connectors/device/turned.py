@@ -16,12 +16,10 @@ from numba.core.extending import intrinsic
 
 from tierkv_codecs import copies
 from tierkv_codecs.bits import kernel
-from tierkv_codecs.copies import LINE, fence, past_caches
+from tierkv_codecs.copies import LINE, OUTER, Axis, Steps, fence, filled, in_bytes, past_caches
 
 SIDE = 16
 """Elements of a square's row: of four bytes a whole line of a processor's caches."""
-_OUTER = 4
-"""Most axes that the two which change places may have beside them."""
 _ELEMENTS = {
     (2, False): np.uint16(0),
     (4, False): np.uint32(0),
@@ -39,10 +37,6 @@ _SHUFFLED = [
     for half in (0, SIDE // 2)
 ]
 """Which elements of two rows, numbered through, make the halves of both shuffled together."""
-
-Steps = tuple[int, ...]
-Axis = tuple[int, int, int]
-"""Size, step of what is written, step of what is read, in elements."""
 
 
 class Turn(NamedTuple):
@@ -78,19 +72,11 @@ def turn_of(to: torch.Tensor, of: torch.Tensor) -> Turn | None:
     columns = [axis for axis in axes if axis[1] == 1 != axis[2]]
     rows = [axis for axis in axes if axis[2] == 1 != axis[1]]
     others = [axis for axis in axes if axis not in (*rows, *columns)]
-    if (
-        (size, False) not in _ELEMENTS
-        or len(rows) != 1
-        or len(columns) != 1
-        or len(others) > _OUTER
-    ):
+    if (size, False) not in _ELEMENTS or len(rows) != 1 or len(columns) != 1 or len(others) > OUTER:
         return None
     if rows[0][0] % SIDE or columns[0][0] % SIDE:
         return None
-    every = [(1, 0, 0)] * (_OUTER - len(others)) + [*others, *rows, *columns]
-    sizes, to_steps, of_steps = (
-        tuple(axis[field] * scale for axis in every) for field, scale in enumerate((1, size, size))
-    )
+    sizes, to_steps, of_steps = in_bytes([*filled(others), *rows, *columns], size)
     lines = size * SIDE == LINE and not any(
         place % LINE for place in (to.data_ptr(), *to_steps[:-1])
     )
