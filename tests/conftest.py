@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests import redis_server as redis_process
+from tests import stores
 from tests.redis_server import RedisFactory, RedisServer
 from tierkv_connectors.models import smollm2
 
@@ -37,6 +38,14 @@ def pytest_terminal_summary(
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         seed = config.option.hypothesis_seed
         terminalreporter.write_line(f"hypothesis seed: replay with --hypothesis-seed={seed}")
+
+
+@pytest.fixture(autouse=True)
+def rigs() -> Iterator[None]:
+    """Close the stores that a test has opened: arenas, files, threads."""
+    yield
+    while stores.OPEN:
+        stores.OPEN[-1].close()
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,10 @@ ONE = (Part(0, 0, 2, 0, 2),)
 TWO = (Part(0, 0, 2, 0, 1), Part(0, 0, 2, 1, 2))
 
 
+OPEN: list["Rig"] = []
+"""What the running test has opened."""
+
+
 class Clock:
     """Seconds that a test turns."""
 
@@ -60,7 +64,10 @@ def packed(parts: Sequence[Part]) -> bytes:
 
 
 class Rig:
-    """One store and what a client does to it; `lower` are its lower tiers."""
+    """One store and what a client does to it; `lower` are its lower tiers.
+
+    It ends with its test, if not before (`close`).
+    """
 
     def __init__(
         self,
@@ -89,6 +96,14 @@ class Rig:
             wall=wall,
         )
         self.inline.drain()
+        OPEN.append(self)
+
+    def close(self) -> None:
+        """Let memory, files and threads go; nothing more is written. Idempotent."""
+        if self in OPEN:
+            OPEN.remove(self)
+        self.inline.jobs.clear()
+        self.store.close(0.0)
 
     def put_call(self, keys: Sequence[bytes], **fields: Any) -> calls.PutCall:
         parts = fields.pop("parts", ONE)
