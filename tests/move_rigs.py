@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.kvtc_rigs import LAYERS, PART, SPEC, artifact, place_at, text_like
-from tests.stores import Rig, fill
+from tests.stores import PAGE, Rig, chain, fill
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame
 from tierkv.catalog import READY, Catalog
@@ -36,6 +36,8 @@ IDENTITY = Identity(
     layers=(SPEC,) * LAYERS,
 )  # fmt: skip
 RAW_BYTES = PART.raw_bytes(IDENTITY)
+NVME, REDIS = 1, 2
+KEYS = chain(1, 2)
 
 
 def registry() -> CodecRegistry:
@@ -238,6 +240,33 @@ class MoveRig(Rig):
 
     def count(self, name: str) -> int:
         return self.store._store.counters[name]
+
+
+def paged(nbytes: int, granule: int = PAGE) -> int:
+    return -(-nbytes // granule) * granule
+
+
+def used(rig: MoveRig, tier: int) -> int:
+    """Return the bytes that placements take, by the tier itself."""
+    space = rig.host.space() if tier == RAM else rig.lower[tier - 1].space()
+    return space.capacity - space.free - space.dead
+
+
+def cut_bytes(stored: Stored, levels: int) -> int:
+    return frame.header_bytes(4) + sum(stored.segments[:levels])
+
+
+def is_prefix(rig: MoveRig, stored: list[Stored], levels: int) -> None:
+    """Assert that readers get exactly what the first segments decode to."""
+    found = rig.get_blocks(KEYS)
+    assert len(found) == len(stored)
+    for (header, block), one in zip(found, stored, strict=True):
+        assert [length for length in header.segments if length] == list(one.segments[:levels])
+        assert header.flags & frame.LOSSY
+        assert header.fidelity == (Fidelity.SAFE if levels == 1 else Fidelity.NEAR_LOSSLESS)
+        assert torch.equal(block, rig.prefix_of(one, levels))
+    assert len(rig.get_blocks(KEYS, Fidelity.NEAR_LOSSLESS)) == (0 if levels == 1 else len(stored))
+    assert rig.get_blocks(KEYS, Fidelity.EXACT) == []
 
 
 Logs = Callable[[], NvmeTier]

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from tests.move_rigs import InProcess
-from tests.property.store_model import Unit
-from tests.property.test_store_machine import (
+from tests.property.store_machine import (
     LENGTHS,
     PAGES,
     PICKS,
     SESSIONS,
     SPACES,
-    NvmeMachine,
     StoreMachine,
     unit_of,
 )
+from tests.property.store_model import Unit
+from tests.property.test_store_machine import NvmeMachine
 from tests.stores import BLOCK, ONE, PAGE, Rig, chain, fill, pattern
 from tests.unit.test_gate import domain, entry
 from tierkv import calls, frame, lineage

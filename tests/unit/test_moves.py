@@ -12,30 +12,32 @@ import torch
 
 from tests.kvtc_rigs import PART, place_at
 from tests.move_rigs import (
+    KEYS,
+    NVME,
     RAW_BYTES,
+    REDIS,
     Commanded,
     Logs,
     MoveRig,
-    Stored,
     class_of,
+    cut_bytes,
     decoded,
-    gate_of,
+    is_prefix,
     logs,
+    paged,
+    used,
 )
 from tests.redis_server import RedisServer
 from tests.stores import PAGE, chain
-from tierkv import demotions, frame, lineage
-from tierkv.catalog import NONE, Catalog
-from tierkv.codec import INT8, LOSSLESS, PROFILES, RAW
+from tierkv import demotions, frame
+from tierkv.catalog import Catalog
+from tierkv.codec import INT8, PROFILES
 from tierkv.fidelity import Fidelity
 from tierkv.plan import Kind, Move
-from tierkv.policies.steps import Steps
 from tierkv.tier import ALIGN, RAM
 from tierkv.tiers.redis import RedisSettings, RedisTier
 from tierkv_codecs import CODECS, Place
 
-NVME, REDIS = 1, 2
-KEYS = chain(1, 2)
 LEVELS = {name: profile.levels for name, profile in PROFILES.items() if profile.levels}
 
 
@@ -57,33 +59,6 @@ def redis(redis_server: RedisServer, tmp_path: Path) -> Iterator[RedisTier]:
     tier = RedisTier(RedisSettings(url=url, prefix=tmp_path.name, timeout_s=30.0))
     yield tier
     tier.close()
-
-
-def paged(nbytes: int, granule: int = PAGE) -> int:
-    return -(-nbytes // granule) * granule
-
-
-def used(rig: MoveRig, tier: int) -> int:
-    """Return the bytes that placements take, by the tier itself."""
-    space = rig.host.space() if tier == RAM else rig.lower[tier - 1].space()
-    return space.capacity - space.free - space.dead
-
-
-def cut_bytes(stored: Stored, levels: int) -> int:
-    return frame.header_bytes(4) + sum(stored.segments[:levels])
-
-
-def is_prefix(rig: MoveRig, stored: list[Stored], levels: int) -> None:
-    """Assert that readers get exactly what the first segments decode to."""
-    found = rig.get_blocks(KEYS)
-    assert len(found) == len(stored)
-    for (header, block), one in zip(found, stored, strict=True):
-        assert [length for length in header.segments if length] == list(one.segments[:levels])
-        assert header.flags & frame.LOSSY
-        assert header.fidelity == (Fidelity.SAFE if levels == 1 else Fidelity.NEAR_LOSSLESS)
-        assert torch.equal(block, rig.prefix_of(one, levels))
-    assert len(rig.get_blocks(KEYS, Fidelity.NEAR_LOSSLESS)) == (0 if levels == 1 else len(stored))
-    assert rig.get_blocks(KEYS, Fidelity.EXACT) == []
 
 
 @pytest.mark.parametrize("name", ["kvtc@8x", "kvtc@16x", "kvtc@32x"])
@@ -209,58 +184,6 @@ def test_a_log_forgets_the_tail_of_a_frame_and_reads_the_rest(opened: Logs) -> N
     rig.idle()
 
 
-def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
-    rig = MoveRig([opened()], gate=gate_of("kvtc@4x", "kvtc@16x"))
-    rig.encode()
-    stored = rig.put_blocks(KEYS, "kvtc@4x")
-    raws = chain(2, 1)
-    rig.put_blocks(raws, "raw")
-    before = used(rig, RAM)
-    rig.downgrade(KEYS, "kvtc@8x")
-    rig.order(Kind.DEMOTE, raws, NVME, RAM, "int8")
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.relieve()
-    rig.inline.drain()
-    assert rig.count("moves_refused") == 5
-    assert (used(rig, RAM), used(rig, NVME)) == (before, 0)
-    is_prefix(rig, stored, 4)
-    rig.downgrade(KEYS, "kvtc@16x")
-    is_prefix(rig, stored, 2)
-
-
-def test_blocks_of_exact_readers_are_never_made_worse(opened: Logs) -> None:
-    rig = MoveRig([opened()])
-    rig.encode()
-    (stored, *_) = rig.put_blocks(KEYS, "raw", Fidelity.EXACT)
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.relieve()
-    rig.inline.drain()
-    assert rig.count("moves_refused") == 2
-    assert all(rig.row(key, NVME) == NONE for key in KEYS)
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "lossless")
-    rig.relieve()
-    rig.inline.drain()
-    ((header, block), _) = rig.get_blocks(KEYS, Fidelity.EXACT)
-    assert header.codec_id == LOSSLESS.codec_id
-    assert torch.equal(block, stored.block)
-
-
-@pytest.mark.parametrize("knows", [True, False], ids=["unknown model", "no encoder"])
-def test_what_cannot_be_encoded_stays_in_ram(opened: Logs, knows: bool) -> None:
-    rig = MoveRig([opened()])
-    if knows:
-        rig.encode(knows=False)
-    rig.put_blocks(KEYS, "raw")
-    before = used(rig, RAM)
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.relieve()
-    rig.inline.drain()
-    assert rig.count("encode_refused" if knows else "moves_refused") == 2
-    assert (used(rig, RAM), used(rig, NVME), rig.store._moves.going) == (before, 0, 0)
-    assert len(rig.get_blocks(KEYS)) == 2
-    rig.idle()
-
-
 def test_a_clear_in_the_middle_of_a_demotion_wins(opened: Logs) -> None:
     rig = MoveRig([opened()])
     rig.encode()
@@ -302,29 +225,6 @@ def test_a_kill_in_the_middle_of_moves_loses_nothing_durable(opened: Logs) -> No
     assert step > 4
 
 
-def test_what_could_not_be_encoded_is_not_chosen_again(opened: Logs) -> None:
-    rig = MoveRig([opened()])
-    rig.encode(knows=False)
-    rig.put_blocks(KEYS, "raw")
-    rows, catalog = [rig.row(key, RAM) for key in KEYS], rig.catalog
-    steps = Steps(rig.store._store.rates())
-    smaller = [INT8.number, LOSSLESS.number]
-    before = steps.allowed(catalog, rows[0])
-    assert all(lineage.makes(catalog, row, one) for row in rows for one in smaller)
-    rig.order(Kind.DEMOTE, KEYS[:1], NVME, RAM, "int8")
-    rig.relieve()
-    rig.inline.drain()
-    assert not any(lineage.makes(catalog, rows[0], one) for one in smaller)
-    assert lineage.makes(catalog, rows[0], RAW.number), "as it is, it may go"
-    assert all(lineage.makes(catalog, rows[1], one) for one in smaller)
-    assert steps.allowed(catalog, rows[0]) & ~before == 0
-    assert steps.allowed(catalog, rows[0]) < steps.allowed(catalog, rows[1]) == before
-    rig.store._store.drop(rows)
-    again = rig.put_blocks(KEYS, "raw")
-    assert lineage.makes(catalog, rig.row(KEYS[0], RAM), INT8.number), "another block in the row"
-    assert len(again) == 2
-
-
 def test_an_exact_block_goes_down_as_kvtc_and_is_cut_there(opened: Logs) -> None:
     rig = MoveRig([opened()])
     rig.encode()
@@ -354,25 +254,6 @@ def test_an_exact_block_goes_down_as_kvtc_and_is_cut_there(opened: Logs) -> None
         assert header.artifact == finest.artifact
         assert torch.equal(block, rig.prefix_of(one, 1))
     assert rig.get_blocks(KEYS, Fidelity.NEAR_LOSSLESS) == []
-
-
-def test_what_no_calibration_fits_goes_down_otherwise(
-    opened: Logs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = MoveRig([opened()])
-    rig.encode()
-    rig.put_blocks(KEYS, "raw")
-    monkeypatch.setattr("tests.move_rigs.registry", lambda: CODECS)
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "kvtc@8x")
-    rig.relieve()
-    rig.inline.drain()
-    rows = [rig.row(key, RAM) for key in KEYS]
-    assert rig.count("encode_refused") == 2
-    assert not any(lineage.makes(rig.catalog, row, PROFILES["kvtc@8x"].number) for row in rows)
-    rig.order(Kind.DEMOTE, KEYS, NVME, RAM, "int8")
-    rig.relieve()
-    rig.inline.drain()
-    assert {rig.catalog.profile[rig.row(key, NVME)] for key in KEYS} == {INT8.number}
 
 
 class Counting(Commanded):

@@ -70,15 +70,15 @@ class Source(NamedTuple):
 Rule = Callable[[Source], Iterator[str]]
 
 
+def read(package: str, root: str) -> Iterator[Source]:
+    for path in sorted((REPOSITORY / root / package).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield Source(path.relative_to(REPOSITORY).as_posix(), package, text, ast.parse(text))
+
+
 @cache
 def sources() -> tuple[Source, ...]:
-    found = []
-    for package, root in ROOTS.items():
-        for path in sorted((REPOSITORY / root / package).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            relative = path.relative_to(REPOSITORY).as_posix()
-            found.append(Source(relative, package, text, ast.parse(text)))
-    return tuple(found)
+    return tuple(source for package, root in ROOTS.items() for source in read(package, root))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -268,6 +268,11 @@ def test_packages_keep(rule: Rule) -> None:
 @pytest.mark.parametrize(("rule", "text"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_rule_notices(rule: Rule, text: str) -> None:
     assert list(rule(Source("tierkv/sample.py", "tierkv", text, ast.parse(text))))
+
+
+def test_tests_are_short_too() -> None:
+    wrong = [f"{source.path}:{line}" for source in read("tests", ".") for line in length(source)]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_foreign_attributes_may_have_any_name() -> None:

@@ -1,132 +1,30 @@
-"""Identities of vLLM engines, from plain stand-ins of its configs: equal, different or refused."""
+"""Identities of vLLM engines, from plain stand-ins of its configs: equal or different."""
 
-import enum
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 
-from tierkv.errors import TierKVError
+from tests.vllm_configs import BLOCK, Mode, cache_of, engine_of, identity, refused, save, spec_of
 from tierkv.identity import Identity
 from tierkv_connectors import transformers_identity
-from tierkv_connectors.vllm.groups import layer_numbers
-from tierkv_connectors.vllm.identity import LoraNames, identity_of, kept_of, request_extras
+from tierkv_connectors.vllm.identity import identity_of, kept_of
 from tierkv_connectors.vllm.kept import Options
 
-BLOCK = 128
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LAYERS = 2
-
-
-class Mode(enum.Enum):
-    NONE = 0
-    FP8_PER_TENSOR = 1
-    NVFP4 = 5
-
-
-class FullAttentionSpec(SimpleNamespace):
-    pass
-
-
-class ChunkedLocalAttentionSpec(SimpleNamespace):
-    pass
-
-
-class MLAAttentionSpec(SimpleNamespace):
-    pass
-
-
-class MambaSpec(SimpleNamespace):
-    pass
-
-
-def spec_of(config: Any, **changes: Any) -> FullAttentionSpec:
-    fields = {
-        "block_size": 32,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_size": config.head_dim,
-        "head_size_v": config.head_dim,
-        "dtype": torch.float32,
-        "kv_quant_mode": Mode.NONE,
-        "sliding_window": None,
-        "attention_chunk_size": None,
-        "non_causal": False,
-    }
-    return FullAttentionSpec(**fields | changes)
-
-
-def names(count: int) -> list[str]:
-    return [f"model.layers.{number}.self_attn.attn" for number in range(count)]
-
-
-def cache_of(*specs: Any, count: int = LAYERS) -> SimpleNamespace:
-    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names(count)) for spec in specs]
-    return SimpleNamespace(kv_cache_groups=groups)
-
-
-def engine_of(path: Path | str, config: Any, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    extra: dict[str, object] = {}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=str(path),
-            revision=None,
-            dtype=dtype,
-            hf_config=config,
-            hf_text_config=config,
-            hf_overrides={},
-            quantization=None,
-            runner_type="generate",
-            is_encoder_decoder=False,
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        load_config=SimpleNamespace(load_format="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, rank=0),
-        speculative_config=None,
-        kv_transfer_config=SimpleNamespace(extra=extra, get_from_extra_config=extra.get),
-    )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+    return save(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
 def engine(saved: Path) -> SimpleNamespace:
     return engine_of(saved, AutoConfig.from_pretrained(saved))
-
-
-def identity(engine: SimpleNamespace, **changes: Any) -> Identity:
-    spec = spec_of(engine.model_config.hf_config, **changes)
-    return identity_of(engine, cache_of(spec), BLOCK)
-
-
-def refused(engine: SimpleNamespace, cache: SimpleNamespace | None = None, **changes: Any) -> str:
-    spec = spec_of(engine.model_config.hf_config, **changes)
-    with pytest.raises(TierKVError) as caught:
-        kept_of(engine, cache or cache_of(spec), Options())
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,175 +113,10 @@ def test_fp8_kv_has_scales(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPa
     assert "fnuz" in refused(engine, **fp8)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"kv_quant_mode": Mode.NVFP4, "dtype": torch.uint8}, "NVFP4"),
-        ({"dtype": torch.uint8}, "uint8"),
-        ({"dtype": torch.float64}, "float64"),
-        ({"sliding_window": 64}, "windows {None} in their config, and 64"),
-        ({"attention_chunk_size": 64}, "chunked"),
-        ({"non_causal": True}, "later tokens"),
-        ({"tokens_per_state": 4}, "one state"),
-        ({"num_kv_heads": 1}, "2 KV heads"),
-        ({"head_size": 32}, "KV heads of 16"),
-        ({"head_size_v": 8}, "KV heads of 16"),
-    ],
-)
-def test_other_shapes_are_refused(
-    engine: SimpleNamespace, changes: dict[str, Any], says: str
-) -> None:
-    assert says in refused(engine, **changes)
-
-
-def test_drafts_that_have_no_kv_do_not_matter(engine: SimpleNamespace) -> None:
-    plain = identity(engine)
-    engine.speculative_config = SimpleNamespace(method="ngram")
-    assert identity(engine) == plain
-    engine.speculative_config = SimpleNamespace(method="ngram_gpu")
-    assert "by ngram_gpu: only drafts by ngram" in refused(engine)
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [(), (MLAAttentionSpec(),), (MambaSpec(), FullAttentionSpec()), (ChunkedLocalAttentionSpec(),)],
-    ids=["none", "mla", "mamba", "chunked"],
-)
-def test_other_groups_are_refused_by_name(engine: SimpleNamespace, specs: Any) -> None:
-    said = refused(engine, cache_of(*specs))
-    assert all(type(spec).__name__ in said for spec in specs)
-    assert f"{len(specs)} groups" in said
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "value", "says"),
-    [
-        ("parallel_config", "tensor_parallel_size", 2, "1 KV heads of 16"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size"),
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context"),
-        ("model_config", "runner_type", "pooling", "pooling"),
-        ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
-        ("model_config", "hf_overrides", lambda config: config, "function"),
-        ("model_config", "hf_config_path", "elsewhere", "hf_config_path"),
-        ("load_config", "load_format", "dummy", "dummy"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative"),
-        ("", "weight_transfer_config", SimpleNamespace(), "weight_transfer_config"),
-    ],
-)
-def test_other_engines_are_refused(
-    engine: SimpleNamespace, part: str, name: str, value: object, says: str
-) -> None:
-    setattr(getattr(engine, part) if part else engine, name, value)
-    assert says in refused(engine)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("use_bidirectional_attention", True, "later tokens"),
-        ("dual_chunk_attention_config", {"chunk_size": 64}, "dual chunk"),
-        ("kv_lora_rank", 64, "MLA"),
-        ("num_kv_shared_layers", 1, "shares KV"),
-        ("layer_types", ["full_attention", "linear_attention"], "linear_attention"),
-        ("sliding_window", 64, "windows {64} in their config, and None"),
-        ("num_hidden_layers", 3, "3 layers, the KV cache 2"),
-        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-    ],
-)
-def test_other_models_are_refused(
-    engine: SimpleNamespace, name: str, value: object, says: str
-) -> None:
-    setattr(engine.model_config.hf_config, name, value)
-    assert says in refused(engine)
-
-
 def test_an_id_stands_in_for_files_that_we_do_not_read(engine: SimpleNamespace) -> None:
     engine.load_config.load_format = "dummy"
     engine.kv_transfer_config.extra["weights"] = "seed-0"
     assert identity(engine).weights == "id:seed-0"
-
-
-def test_layers_are_taken_by_number() -> None:
-    assert layer_numbers(["m.h.1.attn", "m.h.0.attn"]) == {"m.h.1.attn": 1, "m.h.0.attn": 0}
-    for wrong in (
-        ["m.h.0.attn", "m.h.0.cross"],
-        ["m.h.1.attn"],
-        ["m.attn"],
-        ["a.0.h.0.attn"],
-        ["m.h.0.attn", "draft.h.0.attn"],
-    ):
-        with pytest.raises(TierKVError, match="numbered"):
-            layer_numbers(wrong)
-
-
-def request(**changes: Any) -> SimpleNamespace:
-    fields = dict.fromkeys(
-        ("pooling_params", "prompt_embeds", "cache_salt", "lora_request"), None
-    ) | {"mm_features": [], "resumable": False}
-    return SimpleNamespace(**fields | changes)
-
-
-def lora(path: Path, number: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(lora_name="law", lora_int_id=number, lora_path=str(path))
-
-
-def test_plain_requests_have_no_extras() -> None:
-    assert request_extras(request(), LoraNames()) == {}
-    assert request_extras(request(cache_salt="one"), LoraNames()) == {"salt": "one"}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pooling_params": object()},
-        {"prompt_embeds": torch.zeros(1)},
-        {"mm_features": [SimpleNamespace(identifier="my-cat", mm_hash="my-cat")]},
-        {"resumable": True},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_requests_that_tokens_do_not_name_are_left_alone(changes: dict[str, Any]) -> None:
-    assert request_extras(request(**changes), LoraNames()) is None
-
-
-@pytest.fixture
-def adapter(saved: Path, tmp_path: Path) -> Path:
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text('{"lora_alpha": 16}')
-    (directory / "adapter_model.safetensors").write_bytes(
-        (saved / "model.safetensors").read_bytes()
-    )
-    return directory
-
-
-def test_r04_adapters_are_named_by_their_content(adapter: Path) -> None:
-    loras = LoraNames()
-    extras = request_extras(request(lora_request=lora(adapter), cache_salt="one"), loras)
-    assert extras is not None
-    assert extras["salt"] == "one"
-    name = extras["lora"]
-    assert loras.name_of(lora(adapter)) == name == LoraNames().name_of(lora(adapter, 7))
-    (adapter / "adapter_config.json").write_text('{"lora_alpha": 32}')
-    # The engine may hold either content under this number; another number is read anew.
-    assert loras.name_of(lora(adapter)) is None
-    assert loras.name_of(lora(adapter, 2)) not in {name, None}
-
-
-def test_adapters_that_cannot_be_read_are_left_alone(adapter: Path) -> None:
-    for path in (Path("org/adapter"), adapter / "none"):
-        assert request_extras(request(lora_request=lora(path)), LoraNames()) is None
-    os.truncate(adapter / "adapter_model.safetensors", 4)
-    assert LoraNames().name_of(lora(adapter)) is None
-
-
-def test_media_that_come_from_elsewhere_are_refused(engine: SimpleNamespace) -> None:
-    """What every engine with a connector of both roles says of itself since 0.32 is not that."""
-    engine.model_config.multimodal_config = SimpleNamespace(allow_missing_mm_embeddings=True)
-    kept_of(engine, cache_of(spec_of(engine.model_config.hf_config)), Options())
-    engine.ec_transfer_config = SimpleNamespace(is_ec_consumer=True)
-    assert "from elsewhere" in refused(engine)
 
 
 def test_windows_and_rope_are_each_layer_s_own(tmp_path: Path) -> None:
