@@ -120,7 +120,7 @@ class Tier:
         """Read the ring back, verified, and return the seconds."""
         ids = [item.id for item in self._written]
         items = self.back.items(ids, [item.locator for item in self._written])
-        jobs = list(read_jobs(items, [item.nbytes for item in items]))
+        jobs = list(read_jobs(items, [item.nbytes for item in items], NvmeTier.batch))
         start = time.perf_counter()
         for outcomes in self._reads.map(self._sealed.read, jobs):
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes
@@ -185,7 +185,8 @@ def raw(out: Frames, back: Frames) -> Iterator[tuple[Run, Run]]:
             return time.perf_counter() - start
 
         def read() -> float:
-            jobs = list(read_jobs(range(back.count), [back.nbytes] * back.count))
+            sizes = [back.nbytes] * back.count
+            jobs = list(read_jobs(range(back.count), sizes, NvmeTier.batch))
             start = time.perf_counter()
             for _ in pool.map(lambda job: move(job, outwards=False), jobs):
                 pass

@@ -1,7 +1,7 @@
 """Redis: the tier with its checksums, beside a bare RESP loop and redis-py, over loopback TCP.
 
 The tier writes as write-behind does, a batch at a time while a second thread seals the next one,
-and reads as stages do, six threads on its two connections. The bare loop is the least a client can
+and reads as stages do, on its connection for reads. The bare loop is the least a client can
 do in Python: SET with sendmsg from the block's memory, GET with recv_into it, on one connection,
 two requests in flight. Larger blocks are cut into values of VALUE_BYTES: the server allocates
 replies of 8 MiB and more anew, and pays a page fault for every 4 KiB of them. Nothing keeps a
@@ -157,7 +157,7 @@ class Tier:
         """Read the ring back, verified, and return the seconds."""
         ids = [item.id for item in self._written]
         items = self._back.items(ids, [item.locator for item in self._written])
-        jobs = list(read_jobs(items, [item.nbytes for item in items]))
+        jobs = list(read_jobs(items, [item.nbytes for item in items], self._tier.batch))
         start = time.perf_counter()
         for outcomes in self._pool.map(self._sealed.read, jobs):
             assert all(outcome.status is Status.DONE for outcome in outcomes), outcomes

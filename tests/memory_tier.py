@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv import frame
-from tierkv.tier import ALIGN, DONE, FOUND, Item, Outcome, Space, Status
+from tierkv.tier import ALIGN, DONE, FOUND, Batch, Item, Outcome, Space, Status
 
 
 @dataclass
@@ -35,6 +35,7 @@ class MemoryTier:
     name = "nvme"
     durable = True
     granule = ALIGN
+    batch = Batch(4, 8 << 20)
 
     def __init__(self, medium: Medium | None = None, capacity: int = 1 << 30) -> None:
         self.medium = medium or Medium()

@@ -20,16 +20,13 @@ from tierkv.matches import Match, Matches
 from tierkv.moves import Moves
 from tierkv.plan import Kind, Move
 from tierkv.store import Numbers, Store
-from tierkv.tier import RAM, FrameId, Item, Outcome, SharedTier, Status
+from tierkv.tier import RAM, Batch, FrameId, Item, Outcome, SharedTier, Status
 from tierkv.window_stages import WindowStages
 
 T = TypeVar("T")
 Found = tuple[FrameId, int]
 """A frame of a shared tier and its bytes."""
 Probe = Callable[[Match, Lower, int], None]
-READS_PER_JOB = 4
-READ_JOB_BYTES = 8 << 20
-"""A job takes no frame more from here on: the next thread reads while this one verifies."""
 NEGATIVE_S = 2.0
 LEARN_S = 1.0
 """How often at least a shared tier is asked for what other sidecars cleared."""
@@ -38,12 +35,12 @@ PROBE_GROWTH = 8
 NEGATIVE_LIMIT = 65536
 
 
-def read_jobs(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+def read_jobs(items: Sequence[T], sizes: Sequence[int], batch: Batch) -> Iterator[Sequence[T]]:
     """Cut what is to be read, of `sizes` bytes each, into jobs of one thread."""
     start = nbytes = 0
     for index, size in enumerate(sizes, 1):
         nbytes += size
-        if index - start == READS_PER_JOB or nbytes >= READ_JOB_BYTES or index == len(sizes):
+        if index - start == batch.frames or nbytes >= batch.nbytes or index == len(sizes):
             yield items[start:index]
             start, nbytes = index, 0
 
@@ -316,7 +313,8 @@ class Stages:
         store.policy.touched(catalog, chain)
         for tier, mine in reads.items():
             low = store.lower[tier - 1]
-            for job in read_jobs(mine, [catalog.nbytes[target] for target, _ in mine]):
+            sizes = [catalog.nbytes[target] for target, _ in mine]
+            for job in read_jobs(mine, sizes, low.tier.batch):
                 self._submit(low, job, context)
         if not match.awaited:
             self._matches.finish(match)

@@ -101,6 +101,13 @@ class Item(NamedTuple):
     """Of a read: a tier that receives a frame in order tells it how far it has come."""
 
 
+class Batch(NamedTuple):
+    """What one call to `read` is given: at most so many frames, none more from so many bytes on."""
+
+    frames: int
+    nbytes: int
+
+
 class Space(NamedTuple):
     """Allocated bytes of a tier. `dead` is space that only a reclaim can free again."""
 
@@ -143,7 +150,9 @@ class Tier(Protocol):
 
 @runtime_checkable
 class DurableTier(Tier, Protocol):
-    """A tier whose content outlives the process."""
+    """A tier whose content outlives the process. `batch`: what its reads are cut into."""
+
+    batch: Batch
 
     def scan(self) -> npt.NDArray[np.void]:
         """Return what was found at start as an array of FOUND; reserves that space."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.contract.tier_contract import MIB, TierContract
 from tests.frames import NAMESPACE, content, empty_item, key_of, make_frame
@@ -14,8 +15,9 @@ from tests.redis_server import RedisFactory, RedisServer, free_port
 from tierkv import frame as frame_module
 from tierkv.fidelity import Fidelity
 from tierkv.tier import DONE, FrameId, SharedTier, Status, Tier
+from tierkv.tiers import redis_hash
 from tierkv.tiers.redis import RedisSettings, RedisTier
-from tierkv.tiers.redis_hash import PIECE_BYTES
+from tierkv.tiers.redis_hash import PIECE_BYTES, TAIL_BYTES
 from tierkv.wrap import Sealed
 
 
@@ -43,8 +45,12 @@ class TestRedisUnix(TierContract):
         assert isinstance(tier, SharedTier)
 
     @pytest.mark.parametrize(
-        "nbytes", [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 8 * PIECE_BYTES, 34 * MIB + 5]
-    )
+        "nbytes",
+        [
+            PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + TAIL_BYTES,
+            2 * PIECE_BYTES + TAIL_BYTES + 1, 8 * PIECE_BYTES, 34 * MIB + 5,
+        ],
+    )  # fmt: skip
     def test_frames_of_every_count_of_pieces(self, tier: Tier, nbytes: int) -> None:
         frame = make_frame(1, nbytes=nbytes)
         locator = self.put(tier, frame)
@@ -170,6 +176,23 @@ class TestRedisUnix(TierContract):
         assert [outcome.status for outcome in outcomes[:-1]] == [Status.MISSING] * len(lengths)
         assert outcomes[-1] == DONE
         assert content(items[-1]) == other.data
+
+    @pytest.mark.parametrize("piece", [0, 1, 2])
+    @pytest.mark.parametrize("tail", [TAIL_BYTES, TAIL_BYTES + 1])
+    def test_a_frame_that_lost_a_piece_is_not_read(
+        self, tier: Tier, tmp_path: Path, piece: int, tail: int
+    ) -> None:
+        frames = [make_frame(n, nbytes=2 * PIECE_BYTES + tail) for n in (1, 2)]
+        assert tier.write([frame.item(0) for frame in frames]) == [DONE, DONE]
+        tls = {"ssl_ca_certs": self.tls_ca} if self.tls_ca else {}
+        with redis.Redis.from_url(self.address, **tls) as client:
+            key = redis_hash.key_of(f"{tmp_path}:1:".encode(), frames[0].id)
+            assert client.hdel(key, f"p{piece}") == 1
+        items = [empty_item(frame.id, 0, frame.nbytes) for frame in frames]
+        outcomes = tier.read(items)
+        assert outcomes[0].status in {Status.MISSING, Status.CORRUPT}
+        assert outcomes[1] == DONE
+        assert content(items[1]) == frames[1].data
 
     def test_what_is_no_frame_is_not_written(self, tier: Tier) -> None:
         assert isinstance(tier, RedisTier)

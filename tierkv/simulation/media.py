@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tierkv import frame
 from tierkv.part import Part
 from tierkv.simulation.lanes import Pause, Time
-from tierkv.tier import DONE, Item, Outcome, Status
+from tierkv.tier import DONE, Batch, Item, Outcome, Status
 
 READ_FAULTS = ("read_failed", "read_short", "read_corrupt", "read_late", "read_missing")
 WRITE_FAULTS = ("write_failed", "write_full", "write_throttled", "write_lost", "write_torn")
@@ -70,6 +70,7 @@ class Medium:
 
     durable = True
     name = ""
+    batch = Batch(4, 8 << 20)
 
     def __init__(self, faults: Faults, time: Time, pause: Pause) -> None:
         self._faults = faults

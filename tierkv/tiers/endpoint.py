@@ -88,7 +88,8 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: int = 7 * 24 * 3600
     timeout_s: float = 1.0
     connect_timeout_s: float = 1.0
-    connections: int = 2
+    connections: int = 1
+    """For reads; the server, one thread, is what limits them where it is near."""
     tls_ca: str = ""
     """File of the certificates to trust; empty: the system's."""
     tls_cert: str = ""

@@ -30,16 +30,11 @@ import numpy.typing as npt
 
 from tierkv import frame
 from tierkv.errors import invalid, unavailable
-from tierkv.tier import ALIGN, DONE, FOUND, Item, Outcome, Region, Space, Status
+from tierkv.tier import ALIGN, DONE, FOUND, Batch, Item, Outcome, Region, Space, Status
 from tierkv.tiers.budget import WriteBudget
 from tierkv.tiers.generations import Generations
 from tierkv.tiers.region_index import IndexWriter, recover, row_of, settle
-from tierkv.tiers.region_log import (
-    FRONT_BYTES,
-    MAX_REGION_BYTES,
-    MIN_REGION_BYTES,
-    RegionLog,
-)
+from tierkv.tiers.region_log import FRONT_BYTES, MAX_REGION_BYTES, MIN_REGION_BYTES, RegionLog
 from tierkv.tiers.regions import Regions, rounded
 
 SIDE_BYTES = 1 << 20
@@ -117,6 +112,8 @@ class NvmeTier:
     name = "nvme"
     durable = True
     granule = ALIGN
+    batch = Batch(4, 8 << 20)
+    """The next thread reads while this one verifies."""
 
     def __init__(self, settings: NvmeSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

@@ -1,7 +1,8 @@
 """RedisTier: frames in a Redis server that several sidecars share (docs/FORMAT.md, Redis).
 
-Values travel on a few RESP connections of our own (`resp`, `redis_hash`), lookups on one more, so
-that they never wait behind values; rare commands go through redis-py.
+Values travel on RESP connections of our own (`resp`, `redis_hash`): some for reads, one for writes,
+so that no read waits behind write-behind, and one for lookups, which wait behind neither; rare
+commands go through redis-py.
 
 What is cleared is decided in Redis too: every batch opens with the token of the hash of generations
 and reads that hash again when the token has changed. So a clear by another sidecar holds for each
@@ -21,7 +22,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.tier import DONE, FOUND, FrameId, Item, Outcome, Space, Status
+from tierkv.tier import DONE, FOUND, Batch, FrameId, Item, Outcome, Space, Status
 from tierkv.tiers import redis_hash
 from tierkv.tiers.breaker import Breaker
 from tierkv.tiers.endpoint import Endpoint, RedisSettings, tls_context
@@ -60,6 +61,8 @@ class RedisTier:
     name = "redis"
     durable = True
     granule = 1
+    batch = Batch(512, 64 << 20)
+    """A call costs about a millisecond in which the connection carries nothing."""
 
     def __init__(
         self,
@@ -74,7 +77,8 @@ class RedisTier:
         self._prefix = f"{settings.prefix}:{FORMAT_MAJOR}:".encode()
         self._control = Control(settings, self._prefix)
         self._context = tls_context(settings) if self._endpoint.tls else None
-        self._values = Pool(self._connect, settings.connections)
+        self._reads = Pool(self._connect, settings.connections)
+        self._writes = Pool(self._connect, 1)
         self._lookups = Pool(self._connect, 1)
         self._clock = clock
         self._lock = threading.Lock()
@@ -135,7 +139,7 @@ class RedisTier:
             ttl_s = self._settings.ttl_s
             refused.append(redis_hash.store(link, self._prefix, jobs, ttl_s, outcomes))
 
-        failure = self._call(self._values, sum(item.nbytes for item in items), work)
+        failure = self._call(self._writes, sum(item.nbytes for item in items), work)
         self._note_room(refused[-1] if refused else None, failed=failure is not DONE)
         rest = NO_FRAME if failure is DONE else failure
         return [outcome or rest for outcome in outcomes]
@@ -155,7 +159,7 @@ class RedisTier:
                 link, self._control.opening, self._control.check, jobs, self._control.live, outcomes
             )
 
-        failure = self._call(self._values, sum(item.nbytes for item in items), work)
+        failure = self._call(self._reads, sum(item.nbytes for item in items), work)
         rest = NO_FRAME if failure is DONE else failure
         return [outcome or rest for outcome in outcomes]
 
@@ -323,7 +327,8 @@ class RedisTier:
 
     def close(self) -> None:
         self._closed = True
-        self._values.close()
+        self._reads.close()
+        self._writes.close()
         self._lookups.close()
         self._control.close()
 

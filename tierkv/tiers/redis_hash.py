@@ -33,6 +33,9 @@ in the server's output until it is sent: more than this leaves its caches."""
 UNPUBLISHED_S = 900
 """What a writer that died left behind goes after this time."""
 WINDOW_REQUESTS = 64
+TAIL_BYTES = 64 << 10
+"""A last piece up to this is read by one request with the one before: blocks are powers of two, so
+most frames are their header longer than whole pieces."""
 LOOKUP_BATCH = 4096
 
 LOOKUP = b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$1\r\nm\r\n"
@@ -89,22 +92,23 @@ class _Put(NamedTuple):
 
 
 class _Ask(NamedTuple):
-    """A piece to read; the first one comes with the meta record."""
+    """Pieces to read by one request; the first one comes with the meta record."""
 
     job: Job
     number: int
-    views: list[memoryview]
+    pieces: list[list[memoryview]]
     nbytes: int
     last: bool
 
     @property
     def stop(self) -> int:
-        """Bytes of the frame up to the piece's end."""
+        """Bytes of the frame up to the last piece's end."""
         return self.number * PIECE_BYTES + self.nbytes
 
     def request(self) -> bytes:
         meta = (b"m",) if self.number == 0 else ()
-        return request(b"HMGET", self.job.key, *meta, b"p%d" % self.number)
+        fields = [b"p%d" % (self.number + at) for at in range(len(self.pieces))]
+        return request(b"HMGET", self.job.key, *meta, *fields)
 
 
 def key_of(prefix: bytes, id_: FrameId) -> bytes:
@@ -242,10 +246,12 @@ def load(
         outcomes: gets the outcome of each job at its number.
     """
     asks = [ask for job in jobs for ask in _asks(job)]
-    sent = flying = 0
-    outcome = DONE
+    # The server answers nothing before it has copied all that it was asked for at once.
+    link.send([opening + asks[0].request()])
+    check(link.reply())
+    sent, flying, outcome = 1, asks[0].nbytes, DONE
     for done, ask in enumerate(asks):
-        batch = [] if done else [opening]
+        batch: list[bytes] = []
         while sent < len(asks) and _room(
             sent - done, flying + asks[sent].nbytes, READ_WINDOW_BYTES
         ):
@@ -254,8 +260,6 @@ def load(
             sent += 1
         if batch:
             link.send([b"".join(batch)])
-        if done == 0:
-            check(link.reply())
         received = _receive(link, ask, live)
         flying -= ask.nbytes
         outcome = received if ask.number == 0 or outcome is DONE else outcome
@@ -267,16 +271,19 @@ def load(
 
 def _receive(link: Connection, ask: _Ask, live: Callable[[Meta], bool]) -> Outcome:
     first = ask.number == 0
-    refused = link.array(2 if first else 1)
+    refused = link.array(len(ask.pieces) + first)
     if refused is not None:
         return judged(refused)
     outcome = _agrees(_meta(link.reply()), ask.job.item, live) if first else DONE
-    length = link.fill(ask.views)
-    if length == ask.nbytes or outcome is not DONE:
-        return outcome
-    if length < 0 and not first:
-        return Outcome(Status.MISSING, "went away while it was read")
-    return Outcome(Status.CORRUPT, f"a piece of {length} bytes, not {ask.nbytes}")
+    for number, views in enumerate(ask.pieces, ask.number):
+        length = link.fill(views)
+        if length == sum(map(len, views)) or outcome is not DONE:
+            continue
+        if length < 0 and number:
+            outcome = Outcome(Status.MISSING, "went away while it was read")
+        else:
+            outcome = Outcome(Status.CORRUPT, f"piece {number} has {length} bytes")
+    return outcome
 
 
 def _agrees(meta: Meta | Refused | None, item: Item, live: Callable[[Meta], bool]) -> Outcome:
@@ -293,8 +300,12 @@ def _agrees(meta: Meta | Refused | None, item: Item, live: Callable[[Meta], bool
 
 def _asks(job: Job) -> Iterator[_Ask]:
     pieces = _cut(job.item)
-    for number, views in enumerate(pieces):
-        yield _Ask(job, number, views, sum(map(len, views)), number + 1 == len(pieces))
+    stop, tail = len(pieces), job.item.nbytes % PIECE_BYTES
+    whole = stop - 1 if stop > 1 and 0 < tail <= TAIL_BYTES else stop
+    for number in range(whole):
+        last = number + 1 == whole
+        nbytes = job.item.nbytes - number * PIECE_BYTES if last else PIECE_BYTES
+        yield _Ask(job, number, pieces[number : stop if last else number + 1], nbytes, last)
 
 
 def _cut(item: Item) -> list[list[memoryview]]:

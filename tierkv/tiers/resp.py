@@ -33,7 +33,7 @@ MOST_SKIPPED_BYTES = 1 << 20
 """The longest bulk of a wrong length that is read to its end; a longer one ends the connection."""
 MOST_VIEWS = 64
 """Buffers for one system call."""
-WAKE_BYTES = 1 << 20
+WAKE_BYTES = 1 << 19
 """What of a value must have arrived to wake us. On a virtual machine a wake-up costs more than 100
 KiB to copy, and the server pays for it too when it runs beside us."""
 
