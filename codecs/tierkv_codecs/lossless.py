@@ -34,6 +34,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
+from tierkv_codecs import exponents
 from tierkv_codecs.bits import kernel
 from tierkv_codecs.codec import NO_ARTIFACT, CodecError, Place
 from tierkv_codecs.tensors import (
@@ -46,7 +47,7 @@ from tierkv_codecs.tensors import (
 )
 
 HEADER = struct.Struct("<BBHI")
-STORED, PLANES = 0, 1
+STORED, PLANES, EXPONENTS = 0, 1, 2
 PIECE_MAX = 128 * 1024
 """Values in a piece at most: one zstd block, and its planes stay in the second-level cache."""
 PIECE_GOOD = 64 * 1024
@@ -109,7 +110,7 @@ class Lossless:
         plain = block if is_plain(block) else bits_of(block).cpu().contiguous()
         source = bytes_of(plain)
         target = out[: self.bound(size)].numpy()
-        length = _encode_planes(_values(source, block.itemsize), _piece_of(block.shape), target)
+        length = _encode(_values(source, block.itemsize), block, target)
         if length is None:
             target[: HEADER.size] = _header(STORED, block.itemsize, 0)
             out[HEADER.size : HEADER.size + size].copy_(source)
@@ -130,7 +131,9 @@ class Lossless:
         if payload.numel() > self.bound(size):
             raise CodecError(f"a payload of {payload.numel()} bytes is too long for {size}")
         layout, piece = _read_header(payload.numpy(), out.itemsize)
-        if layout == STORED:
+        if layout == EXPONENTS:
+            _restore_exponents(payload.numpy(), piece, _values(target, out.itemsize))
+        elif layout == STORED:
             if payload.numel() != HEADER.size + size:
                 raise CodecError(f"a stored payload of {payload.numel()} bytes cannot fill {size}")
             target.copy_(payload[HEADER.size :])
@@ -138,6 +141,18 @@ class Lossless:
             _decode_planes(payload.numpy(), piece, _values(target, out.itemsize))
         if plain is not out:
             bits_of(out).copy_(bits_of(plain))
+
+
+def _encode(values: Values, block: torch.Tensor, target: Bytes) -> int | None:
+    """Write layout 2 or 1 into `target`; return its length, or None when neither fits there."""
+    if block.dtype == torch.bfloat16 and not _shrinks(values, 0):
+        rest = target[HEADER.size :]
+        length = exponents.coded(values, block.shape, rest)
+        if length is not None:
+            piece, _ = exponents.shape_of(block.shape)
+            target[: HEADER.size] = _header(EXPONENTS, block.itemsize, piece)
+            return HEADER.size + length
+    return _encode_planes(values, _piece_of(block.shape), target)
 
 
 def _values(flat: torch.Tensor, itemsize: int) -> Values:
@@ -222,9 +237,11 @@ def _cut_high(values: Values, into: Bytes) -> None:
 
 def _shrinks(values: Values, plane: int) -> bool:
     """Guess from a few runs spread over the block whether a lower plane is more than noise."""
-    step = max(values.size - SAMPLE_RUN, 0) // (SAMPLE_RUNS - 1)
-    runs = [values[run * step :][:SAMPLE_RUN] for run in range(SAMPLE_RUNS)]
-    sample = np.concatenate(runs)
+    step = (values.size - SAMPLE_RUN) // (SAMPLE_RUNS - 1)
+    if step >= SAMPLE_RUN:
+        sample = np.concatenate([values[run * step :][:SAMPLE_RUN] for run in range(SAMPLE_RUNS)])
+    else:
+        sample = values  # runs that overlap are the same twice, which shrinks
     code = _code(sample, plane, np.empty(sample.size, np.uint8))
     return code is not None and code.size < WORTH_CODING * sample.size
 
@@ -234,7 +251,7 @@ def _read_header(payload: Bytes, itemsize: int) -> tuple[int, int]:
     if payload.size < HEADER.size:
         raise CodecError(f"a lossless payload has at least {HEADER.size} bytes, not {payload.size}")
     layout, written, zero, piece = HEADER.unpack(payload[: HEADER.size].tobytes())
-    if layout not in {STORED, PLANES} or zero != 0 or (piece == 0) != (layout == STORED):
+    if layout not in {STORED, PLANES, EXPONENTS} or zero != 0 or (piece == 0) != (layout == STORED):
         raise CodecError("the header is not one of a lossless payload")
     if written != itemsize:
         raise CodecError(f"the payload has values of {written} bytes; the block's have {itemsize}")
@@ -270,6 +287,12 @@ def _pieces(payload: Bytes, piece: int, size: int, itemsize: int) -> Iterator[_P
             planes.append(slice(end, end + length))
             end += length
         yield _Piece(start, stop, planes)
+
+
+def _restore_exponents(payload: Bytes, piece: int, target: Values) -> None:
+    if target.itemsize != PAIR:
+        raise CodecError("only values of two bytes are coded by exponents")
+    exponents.restored(payload[HEADER.size :], piece, target)
 
 
 def _decode_planes(payload: Bytes, piece: int, target: Values) -> None:

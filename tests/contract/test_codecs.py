@@ -46,12 +46,12 @@ class TestLossless(ExactCodecContract):
         )
 
     def test_a_plane_that_does_not_shrink_is_stored_beside_one_that_does(self) -> None:
-        block = kv_like((2, 2, 300, 3, 64), torch.bfloat16)
+        block = kv_like((2, 2, 300, 3, 64), torch.float16)
         payload, _ = encoded(self.codec, block)
         lengths = payload[HEADER.size : HEADER.size + 4 * 8].numpy().view("<u4").tolist()
         assert payload[0] == PLANES
         assert lengths[::2] == [57_600] * 4
-        assert max(lengths[1::2]) < 57_600 // 2
+        assert max(lengths[1::2]) < 57_600 * 0.9
 
     def test_lower_planes_are_coded_where_they_shrink(self) -> None:
         block = kv_like((2, 2, 300, 3, 64), torch.bfloat16)
@@ -60,15 +60,19 @@ class TestLossless(ExactCodecContract):
         assert wide.numel() < narrow.numel() * 1.1
 
     def test_a_slice_above_the_piece_limit_is_cut(self) -> None:
-        block = kv_like((1, 2, 1000, 4, 64), torch.bfloat16)
-        payload, _ = encoded(self.codec, block)
-        piece = HEADER.unpack(payload[: HEADER.size].numpy().tobytes())[3]
-        assert piece == 128_000 <= PIECE_MAX
-        self.round_trip(block)
+        for dtype in (torch.bfloat16, torch.float16):
+            block = kv_like((1, 2, 1000, 4, 64), dtype)
+            payload, _ = encoded(self.codec, block)
+            piece = HEADER.unpack(payload[: HEADER.size].numpy().tobytes())[3]
+            assert piece == 128_000 <= PIECE_MAX
+            self.round_trip(block)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("piece", [0, 1, 4095, 2**32 - 1])
-    def test_a_piece_size_that_is_never_written_is_refused(self, piece: int) -> None:
-        block = kv_like((2, 2, 300, 3, 64), torch.bfloat16)
+    def test_a_piece_size_that_is_never_written_is_refused(
+        self, piece: int, dtype: torch.dtype
+    ) -> None:
+        block = kv_like((2, 2, 300, 3, 64), dtype)
         payload, segments = encoded(self.codec, block)
         payload[4:8] = torch.tensor(list(piece.to_bytes(4, "little")), dtype=torch.uint8)
         with pytest.raises(CodecError):
@@ -85,7 +89,7 @@ class TestLossless(ExactCodecContract):
             self.codec.decode(payload, segments, torch.empty_like(block), place_of(block))
 
     def test_real_kv_shrinks(self, real_kv: torch.Tensor) -> None:
-        for tokens in (PROMPT_TOKENS, 64):
+        for tokens in (PROMPT_TOKENS, 64, 16, 1):
             block = real_kv[:, :, :tokens]
             payload, _ = encoded(self.codec, block)
             ratio = block.numel() * 2 / payload.numel()

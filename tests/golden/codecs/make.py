@@ -1,8 +1,8 @@
 """Make the golden vectors of codecs that have none: `python -m tests.golden.codecs.make`.
 
-A folder is one codec: pairs of a payload and the block that it decodes to, and a manifest. It is
-written once, by the
-version that brought the codec, and is never changed or removed: its payloads must decode for ever.
+A folder is one codec, or a layout that it was given later: pairs of a payload and the block that it
+decodes to, and a manifest. It is written once, by the version that brought the codec or the layout,
+and is never changed or removed: its payloads must decode for ever.
 """
 
 import hashlib
@@ -22,6 +22,10 @@ FOLDER = Path(__file__).resolve().parent
 MANIFEST = "manifest.json"
 AT_START = ("start-bf16",)
 """Blocks at the start of their sequence, of which lossy codecs keep the sinks."""
+
+
+LAYOUTS = {"002-lossless-exponents": 2}
+"""Folders of later layouts, and the codec of each."""
 
 
 def folder_of(codec: Codec) -> Path:
@@ -48,12 +52,23 @@ def blocks() -> Iterator[tuple[str, torch.Tensor]]:
     yield "pieces-uint8", torch.where(few == 0, 3, 0).to(torch.uint8)
 
 
-def make(codec: Codec) -> None:
-    """Write the folder of a codec. Raises: FileExistsError when there is one."""
-    folder = folder_of(codec)
+def blocks_of_exponents() -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield blocks with a base for each channel, with one for all, and with any bits among them."""
+    generator = torch.Generator().manual_seed(21)
+    scales = torch.exp2(torch.randint(-6, 6, (2, 11), generator=generator).float())
+    rows = (torch.randn((1, 2, 40, 2, 11), generator=generator) * scales).bfloat16()
+    yield "rows-bf16", rows
+    yield "few-tokens-bf16", torch.randn((3, 2, 2, 2, 40), generator=generator).bfloat16()
+    noise = torch.randint(0, 256, (2 * rows.numel(),), generator=generator, dtype=torch.uint8)
+    some = torch.rand(rows.shape, generator=generator) < 0.03
+    yield "odd-bf16", torch.where(some, noise.view(torch.bfloat16).view(rows.shape), rows)
+
+
+def make(codec: Codec, folder: Path, found: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write a folder. Raises: FileExistsError when there is one."""
     folder.mkdir()
     entries: list[dict[str, Any]] = []
-    for name, block in blocks():
+    for name, block in found:
         if not codec.lossy and name in {"groups-bf16", "start-bf16"}:
             continue
         if codec.id == 1 and name == "pieces-uint8":
@@ -87,13 +102,16 @@ def make(codec: Codec) -> None:
 
 def main() -> int:
     """Make what is missing; refuse when nothing is, since a vector that exists never changes."""
-    missing = [codec for codec in CODECS.all() if not folder_of(codec).exists()]
+    wanted = {folder_of(codec): (codec, blocks()) for codec in CODECS.all()}
+    for name, codec_id in LAYOUTS.items():
+        wanted[FOLDER / name] = CODECS.of_id(codec_id), blocks_of_exponents()
+    missing = [folder for folder in wanted if not folder.exists()]
     if not missing:
         sys.stderr.write("every codec has its vectors; they are never made again\n")
         return 1
-    for codec in missing:
-        make(codec)
-        sys.stdout.write(f"{folder_of(codec)}\n")
+    for folder in missing:
+        make(wanted[folder][0], folder, wanted[folder][1])
+        sys.stdout.write(f"{folder}\n")
     return 0
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.contract.codec_contract import place_of
-from tests.golden.codecs.make import FOLDER, MANIFEST, folder_of, main, make
+from tests.golden.codecs.make import FOLDER, MANIFEST, blocks, folder_of, main, make
 from tierkv_codecs import CODECS
 from tierkv_codecs.tensors import bytes_of
 
-# Extended with every codec; nothing is ever taken out.
+# Extended with every codec and every later layout; nothing is ever taken out.
 WRITTEN = {"001-raw": 7, "002-lossless": 8, "003-int8": 7, "004-int4": 8, "005-fp8": 7}
+WRITTEN |= {"002-lossless-exponents": 3}
 MOST_BYTES = 200_000
 
 
@@ -65,4 +66,4 @@ def test_the_maker_refuses_to_overwrite(capsys: pytest.CaptureFixture[str]) -> N
     assert main() == 1
     assert "never made again" in capsys.readouterr().err
     with pytest.raises(FileExistsError):
-        make(CODECS.of_id(1))
+        make(CODECS.of_id(1), folder_of(CODECS.of_id(1)), blocks())
