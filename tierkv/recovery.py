@@ -20,7 +20,7 @@ def recover(store: Store, low: Lower) -> None:
     if not len(found):
         return
     numbers = store.namespaces.numbers(found["namespace"].reshape(-1, DIGEST_BYTES))
-    for number in np.unique(numbers).tolist():
+    for number in np.flatnonzero(np.bincount(numbers)).tolist():
         newest = int(found["generation"][numbers == number].max())
         store.namespaces.raise_to(store.namespaces.digest(number), newest)
     old = found["generation"] < np.array(store.namespaces.minimum)[numbers]
