@@ -56,7 +56,7 @@ def test_r20_four_processes_write_the_same_keys(
         written = {make_frame(number, nbytes=200_000, version=v).data for v in range(4)}
         assert content(item) in written
     with redis.Redis(unix_socket_path=str(redis_server.socket)) as client:
-        names = list(client.scan_iter(f"{prefix}:*", count=1000))
+        names = set(client.scan_iter(f"{prefix}:*", count=1000))
         left = [name for name in names if b"{" in name]
         assert len(names) - len(left) == count
         # Of the writer that was killed.
