@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
@@ -101,18 +102,25 @@ class TierKV:
         gate = gate or named(settings.store.gate)
         lower: list[DurableTier] = []
         lanes = {"control": 2, "touch": 1, "host-probe": 1, LANE: 1}
-        if settings.nvme is not None:
-            lower.append(NvmeTier(settings.nvme))
-        if settings.redis is not None:
-            lower.append(RedisTier(settings.redis))
-        for tier in lower:
-            lanes |= {f"{tier.name}-read": READ_THREADS, lane(tier): 1}
-            lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
-        host = HostTier(settings.host)
-        executor = Threads(lanes)
-        store = cls(
-            host, lower, executor=executor, settings=settings.store, gate=gate, recorder=recorder
-        )
+        with ExitStack() as undo:  # what was opened must not keep its files from the next try
+            if settings.nvme is not None:
+                lower.append(NvmeTier(settings.nvme))
+                undo.callback(lower[-1].close)
+            if settings.redis is not None:
+                lower.append(RedisTier(settings.redis))
+                undo.callback(lower[-1].close)
+            for tier in lower:
+                lanes |= {f"{tier.name}-read": READ_THREADS, lane(tier): 1}
+                lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
+            host = HostTier(settings.host)
+            undo.callback(host.close)
+            executor = Threads(lanes)
+            undo.callback(executor.close, 1.0)
+            store = cls(
+                host, lower, executor=executor, settings=settings.store, gate=gate,
+                recorder=recorder,
+            )  # fmt: skip
+            undo.pop_all()
         executor.on_bug = store.break_down
         return store
 

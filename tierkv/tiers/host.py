@@ -81,8 +81,7 @@ class HostTier:
                 f"[host] size asks for {self.nbytes >> 20} MiB of memory and the system has no "
                 f"more: {error.strerror}; lower [host] size or give it more memory"
             ) from error
-        self._map = mmap.mmap(self.fd, self.nbytes)
-        self.view = memoryview(self._map)
+        self.view = memoryview(mmap.mmap(self.fd, self.nbytes))
         self._runs = PageRuns()
         self._runs.add(0, self.nbytes // page)
         self._touched = 0
@@ -180,10 +179,14 @@ class HostTier:
         return "closed" if self._closed else ""
 
     def close(self) -> None:
-        """Drop the mapping; the memory goes when the last engine drops its own."""
+        """Drop the mapping; the memory goes when the last reader and engine drop theirs.
+
+        Who asks later finds no frames, in memory that is nobody's and hardly there.
+        """
         if not self._closed:
             self._closed = True
             os.close(self.fd)
+            self.view = memoryview(mmap.mmap(-1, self.nbytes, mmap.MAP_PRIVATE))
 
     def _locator(self, runs: list[Run]) -> int:
         if len(runs) == 1:
