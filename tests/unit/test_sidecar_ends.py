@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,14 +103,12 @@ def test_matched_and_never_fetched(real: Process) -> None:
 def test_sidecar_killed_while_a_client_works(real: Process) -> None:
     client = connect(real.path, timeout_s=10.0)
     assert store(client, 1) == 1
-    slowest, hits, misses, stop = 0.0, 0, 0, threading.Event()
+    hits, misses, stop = 0, 0, threading.Event()
 
     def work() -> None:
-        nonlocal slowest, hits, misses
+        nonlocal hits, misses
         while not stop.is_set():
-            start = time.monotonic()
             found = load(client, 1)
-            slowest = max(slowest, time.monotonic() - start)
             if found is None:
                 misses += 1
             else:
@@ -122,7 +119,7 @@ def test_sidecar_killed_while_a_client_works(real: Process) -> None:
     worker.start()
     assert until(lambda: hits > 100)
     real.kill()
-    assert until(lambda: misses > 100)
+    assert until(lambda: misses > 100), "each waits for its timeout"
     real.start()
     assert until(lambda: channel_of(client).counters.reconnects == 2)
     hits = 0
@@ -130,7 +127,6 @@ def test_sidecar_killed_while_a_client_works(real: Process) -> None:
     assert until(lambda: hits > 100)
     stop.set()
     worker.join(30)
-    assert slowest < 30, "a call ends when the connection does, or at its timeout"
     client.close()
 
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-import time
+from collections.abc import Callable
 
 import pytest
 
@@ -10,51 +10,73 @@ from tierkv_connectors.vllm.cores import leave_computing_cores
 from tierkv_connectors.vllm.pace import IDLE_S, Pace
 
 
-def waited(pace: Pace, seconds: float) -> float:
-    started = time.monotonic()
+class Turns(threading.Condition):
+    """Seconds that pass only while somebody waits; `meanwhile` happens at every wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        assert timeout > 0
+        self.now += timeout
+        self.meanwhile()
+        return False
+
+
+def pace_of(share: float) -> tuple[Pace, Turns]:
+    turns = Turns()
+    pace = Pace(share, 1 << 30, lambda: turns.now)
+    pace._turn = turns
+    return pace, turns
+
+
+def waited(pace: Pace, turns: Turns, seconds: float) -> float:
+    started = turns.now
     pace.copied(seconds)
-    return time.monotonic() - started
+    return turns.now - started
 
 
 def test_beside_a_step_copies_take_their_share() -> None:
-    pace = Pace(0.25, 1 << 30)
+    pace, turns = pace_of(0.25)
     pace.step_begins()
-    assert waited(pace, 0.02) >= 0.06
-    assert waited(Pace(1.0, 1 << 30), 0.5) < 0.4, "all of it is no pace at all"
+    assert waited(pace, turns, 0.02) == pytest.approx(0.06)
+    pace, turns = pace_of(1.0)
+    pace.step_begins()
+    assert waited(pace, turns, 0.5) == 0.0, "all of it is no pace at all"
 
 
 def test_an_idle_engine_is_not_waited_for() -> None:
-    pace = Pace(0.01, 1 << 30)
-    assert waited(pace, 1.0) < 0.5, "it has not begun yet"
+    pace, turns = pace_of(0.01)
+    assert waited(pace, turns, 1.0) == 0.0, "it has not begun yet"
     pace.step_begins()
     pace.step_ends()
-    assert IDLE_S / 2 < waited(pace, 1.0) < 5.0, "the next step of a burst would have begun"
+    found = waited(pace, turns, 1.0)
+    assert found == pytest.approx(IDLE_S), "the next step of a burst would have begun"
 
 
 def test_a_burst_is_one_thing() -> None:
     """Steps that follow at once are waited for as if they were one."""
-    pace, stop = Pace(0.01, 1 << 30), threading.Event()
+    pace, turns = pace_of(0.01)
     pace.step_begins()
 
     def steps() -> None:
-        while not stop.is_set():
-            pace.step_ends()
-            pace.step_begins()
-            time.sleep(0.001)
+        pace.step_ends()
+        turns.now += IDLE_S / 2
+        pace.step_begins()
 
-    thread = threading.Thread(target=steps)
-    thread.start()
-    assert waited(pace, 0.002) >= 0.19
-    stop.set()
-    thread.join()
+    turns.meanwhile = steps
+    assert waited(pace, turns, 0.01) >= 0.99
 
 
 def test_who_ends_is_in_a_hurry() -> None:
-    pace = Pace(0.001, 1 << 30)
+    pace, turns = pace_of(0.001)
     pace.step_begins()
-    threading.Timer(0.05, pace.hurry).start()
-    assert waited(pace, 1.0) < 100.0
-    assert waited(pace, 1.0) < 1.0
+    turns.meanwhile = pace.hurry
+    assert waited(pace, turns, 1.0) <= IDLE_S, "of 999 s"
+    assert waited(pace, turns, 1.0) == 0.0
 
 
 def test_what_waits_is_bounded() -> None:
