@@ -19,7 +19,7 @@ import numpy as np
 
 from tierkv import calls, explain, heap
 from tierkv.answers import Answers
-from tierkv.catalog import LEAVING, READY, WRITING
+from tierkv.catalog import LEAVING, NONE, READY, WRITING
 from tierkv.clock import Clock
 from tierkv.demotions import LANE, Demotions
 from tierkv.encoder import Encoder
@@ -146,7 +146,7 @@ class TierKV:
             reply = self._matches.match(owner, call)
             match = self._matches.open.get(reply.match)
             if match is not None and self._store.settings.second_sight:
-                self._demotions.seen(match.rows)
+                self._demotions.seen([row for row in match.rows if row != NONE])
             return reply
 
     def wait(

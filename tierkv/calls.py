@@ -73,6 +73,10 @@ class MatchCall(Call, frozen=True, tag="match"):
     """uint32 window of each part in blocks, see `tierkv.windows`; empty: all need all blocks.
 
     A match with windows is claimed part by part; it cannot be fetched."""
+    held: int = 0
+    """Blocks from the first on that the client has in a cache of its own: used like the others, but
+    neither leased nor brought up. The answer counts them where it goes on behind them, and is
+    claimed, not fetched. With windows it is 0."""
 
 
 class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -86,7 +90,10 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class MatchReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """`blocks` are leased under `match`. While `pending`, more are on their way; ask `WaitCall`."""
+    """`blocks` are leased under `match`, but for those that the client holds itself.
+
+    While `pending`, more are on their way; ask `WaitCall`.
+    """
 
     match: int
     blocks: int

@@ -11,7 +11,6 @@ store's lock.
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -19,83 +18,14 @@ import numpy as np
 from tierkv import windows
 from tierkv.calls import ClaimCall, GetCall, GetReply, MatchCall, MatchReply
 from tierkv.catalog import NONE, READY
-from tierkv.cost import Recompute, load_seconds
+from tierkv.cost import load_seconds
 from tierkv.errors import invalid
-from tierkv.key import KEY_BYTES
 from tierkv.limits import check_hints, count_keys, seconds_of
+from tierkv.match import Done, Match
 from tierkv.namespace import digest_of
 from tierkv.store import Numbers, Store
 from tierkv.tier import RAM
 from tierkv.use import use_of
-from tierkv.windows import Windows
-
-Done = Callable[[MatchReply], None]
-
-
-@dataclass(slots=True)
-class Match:
-    """One client's question until its lease ends."""
-
-    number: int
-    owner: int
-    call: MatchCall
-    namespace: int
-    asked: int
-    """Blocks of the chain."""
-    parts: list[int]
-    deadline: float
-    asked_at: float
-    """Clock when it was asked, in seconds."""
-    minimum: int
-    """Minimum generation of its namespace then."""
-    windows: Windows = ()
-    """By part; (): no part has one."""
-    reach: int = 0
-    """With windows: blocks that the parts without one have, as far as is known."""
-    rows: "array[int]" = field(default_factory=lambda: array("i"))
-    """RAM placements held, by unit; NONE while a unit is on its way, and, with windows, where none
-    is held."""
-    awaited: dict[int, int] = field(default_factory=dict)
-    """RAM rows on their way that this match wants -> unit."""
-    pending: bool = False
-    answer: MatchReply | None = None
-    """The final answer."""
-    eta_s: float = 0.0
-    waited_s: float = 0.0
-    sources: dict[str, int] = field(default_factory=dict)
-    """Units held, by the tier they came from."""
-    waiters: list[Done] = field(default_factory=list)
-    entered: bool = False
-    """It is in the ledger: of several claims the first one counts."""
-
-    def keys(self, start: int, stop: int) -> list[bytes]:
-        """Return the keys of some of the chain's blocks."""
-        packed, end = self.call.keys, min(stop, self.asked) * KEY_BYTES
-        return [packed[at : at + KEY_BYTES] for at in range(start * KEY_BYTES, end, KEY_BYTES)]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the longest hit that is held."""
-        if self.windows:
-            return windows.longest(self.grid(self.rows) != NONE, self.windows)
-        if not self.pending:
-            return len(self.rows) // len(self.parts)
-        gap = self.rows.index(NONE) if NONE in self.rows else len(self.rows)
-        return gap // len(self.parts)
-
-    def grid(self, units: Sequence[int]) -> Numbers:
-        """Return what is given by unit as (blocks, parts)."""
-        return np.array(units, np.int32).reshape(-1, len(self.parts))
-
-    def by_tier(self, blocks: int) -> dict[str, int]:
-        """Return how many of `blocks` blocks came from each tier."""
-        if not self.windows:
-            return {name: units // len(self.parts) for name, units in self.sources.items()}
-        found, seen, total = dict[str, int](), 0, max(sum(self.sources.values()), 1)
-        for name, units in self.sources.items():
-            found[name] = (seen + units) * blocks // total - seen * blocks // total
-            seen += units
-        return found
 
 
 class Matches:
@@ -132,6 +62,9 @@ class Matches:
         store.totals["matches"] += 1
         store.totals["asked_blocks"] += asked
         match.windows = windows.unpack(call.windows, len(parts))
+        if not 0 <= call.held <= (0 if match.windows else asked):
+            raise invalid("a client holds some of the blocks it asks for, and none with windows")
+        match.ahead = call.held
         held = self._look_windows(match, heads) if match.windows else self._look(match, heads)
         store.catalog.hold(held)
         match.sources["host"] = len(held)
@@ -142,16 +75,18 @@ class Matches:
         if not match.pending:
             self.finish(match)
         reply = match.answer or self._answer(match)
-        if not call.fetch or match.answer is None or not match.rows or match.windows:
+        if not call.fetch or match.answer is None or not match.rows or not match.whole:
             return reply
         got = self.get(owner, GetCall(match=match.number, blocks=match.blocks))
         return msgspec.structs.replace(reply, got=got)
 
     def _look(self, match: Match, heads: Numbers) -> "array[int]":
-        """Note a use of the chain and return the rows to hold: from the head to the first gap."""
-        match.rows = self._store.look(heads, match.call.fidelity, match.namespace)
-        del match.rows[len(match.rows) // len(match.parts) * len(match.parts) :]
-        return match.rows
+        """Note a use of the chain and return the rows to hold: up to the first gap."""
+        start = match.ahead * len(match.parts)
+        rows = self._store.look(heads, match.call.fidelity, match.namespace, start)
+        del rows[len(rows) // len(match.parts) * len(match.parts) :]
+        match.rows = array("i", [NONE]) * start + rows if start else rows
+        return rows
 
     def _look_windows(self, match: Match, heads: Numbers) -> "array[int]":
         """Return the rows of the longest hit that RAM has.
@@ -245,20 +180,18 @@ class Matches:
 
     def _answer(self, match: Match) -> MatchReply:
         """Return the answer as it stands."""
-        call, blocks = match.call, match.blocks
-        store = self._store
-        held = not (match.pending or match.windows)
+        store, blocks = self._store, match.blocks
+        held = match.whole and not match.pending
         rows = match.rows if held else [row for row in match.rows if row != NONE]
-        decode = store.decode_bps(rows)
-        load = load_seconds(store.nbytes(rows), blocks * call.raw_bytes, store.host_rates, decode)
-        cost = Recompute(call.linear, call.quadratic)
+        raw = match.behind(blocks) * match.call.raw_bytes
+        load = load_seconds(store.nbytes(rows), raw, store.host_rates, store.decode_bps(rows))
         return MatchReply(
             match=match.number if blocks or match.pending else 0,
             blocks=blocks,
             pending=match.pending,
             eta_s=match.eta_s if match.pending else 0.0,
             load_s=load,
-            recompute_s=cost.seconds(blocks * call.tokens_per_block, call.position),
+            recompute_s=match.recompute_s(match.behind(blocks)),
             sources=match.by_tier(blocks),
             reach=max(match.reach, blocks) if match.windows else 0,
         )
@@ -268,8 +201,10 @@ class Matches:
         match = self._mine(owner, call.match)
         if match is None or match.answer is None or not 0 < call.blocks <= match.blocks:
             return GetReply(transfer=0)
-        if match.windows:
-            raise invalid("a match with windows is claimed part by part, not fetched")
+        if not match.whole:
+            raise invalid(
+                "a match with windows or held blocks is claimed part by part, not fetched"
+            )
         store = self._store
         keep = call.blocks * len(match.parts)
         rows = match.rows[:keep]
@@ -387,13 +322,14 @@ class Matches:
         match.entered = True
         blocks = answer.blocks if match.windows else blocks
         if first and (call.linear or call.quadratic):
-            cost = Recompute(call.linear, call.quadratic)
-            saved = cost.seconds(blocks * call.tokens_per_block, call.position)
-            saved -= answer.load_s * blocks / answer.blocks + match.waited_s
+            saved = match.recompute_s(blocks) - match.waited_s
+            saved -= answer.load_s * blocks / match.behind(answer.blocks)
             self._store.seconds["saved" if saved > 0 else "lost"] += abs(saved)
 
     def _count(self, match: Match) -> None:
         store, blocks = self._store, match.blocks
         for name, found in match.by_tier(blocks).items():
             store.hits[name] += found
-        store.totals["miss_blocks"] += match.asked - blocks
+        if match.ahead:
+            store.hits["hbm"] += match.ahead
+        store.totals["miss_blocks"] += match.asked - max(blocks, match.ahead)

@@ -235,7 +235,8 @@ class Puts:
         extras, or a connector that does not hash alike in every process.
         """
         store = self._store
-        found, lower = store.totals["recovered"], sum(store.hits.values()) - store.hits["host"]
+        found = store.totals["recovered"]
+        lower = sum(store.hits[low.name] for low in store.lower)
         if found and not lower and store.totals["put_units"] >= UNUSED_FROM:
             if not store.counters["no_reuse_across_restarts"]:
                 _LOG.warning(

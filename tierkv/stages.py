@@ -16,7 +16,8 @@ from tierkv.codec import RAW
 from tierkv.cost import Recompute
 from tierkv.fidelity import Fidelity
 from tierkv.lower import Lower
-from tierkv.matches import Match, Matches
+from tierkv.match import Match
+from tierkv.matches import Matches
 from tierkv.moves import Moves
 from tierkv.plan import Kind, Move
 from tierkv.store import Numbers, Store

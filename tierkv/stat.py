@@ -101,7 +101,9 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
     matches: int = 0
     asked_blocks: int = 0
     hits_by_tier_blocks: dict[str, int] = {}
-    """Blocks answered, by the tier they were in when asked for."""
+    """Blocks answered, by the tier they were in when asked for.
+
+    `hbm`: those that clients said they had in a cache of their own."""
     miss_blocks: int = 0
     put_blocks: int = 0
     """Blocks that became visible."""

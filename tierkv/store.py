@@ -125,33 +125,33 @@ class Store:
             and catalog.profile[row] > 0
         )
 
-    def look(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
+    def look(self, heads: Numbers, fidelity: int, namespace: int, start: int = 0) -> "array[int]":
         """Note that a whole chain was used, in every tier that holds any of it.
 
-        Returns: the RAM placements that may answer, from the head to the first gap; of two of a
+        Returns: the RAM placements that may answer, from unit `start` to the first gap; of two of a
         unit the plain one, which loads quickest.
         """
         if len(heads) >= MANY:
-            return self._look_far(heads, fidelity, namespace)
+            return self._look_far(heads, fidelity, namespace, start)
         catalog, tier, state = self.catalog, self.catalog.tier, self.catalog.state
         profile = catalog.profile
         every: list[int] = []
         ready = array("i")
         gap = False
-        for head in heads.tolist():
-            found = NONE
+        for unit, head in enumerate(heads.tolist()):
+            found, before = NONE, unit < start
             for row in catalog.copies(head):
                 every.append(row)
-                wanted = tier[row] == RAM and not gap and state[row] == READY
+                wanted = tier[row] == RAM and not (gap or before) and state[row] == READY
                 if wanted and (found == NONE or profile[row] not in pairs.PROGRESSIVE):
                     found = row if self.answers(row, fidelity, namespace) else found
-            gap = gap or found == NONE
-            if not gap:
+            gap = gap or (found == NONE and not before)
+            if not (gap or before):
                 ready.append(found)
         self.policy.touched(catalog, every)
         return ready
 
-    def _look_far(self, heads: Numbers, fidelity: int, namespace: int) -> "array[int]":
+    def _look_far(self, heads: Numbers, fidelity: int, namespace: int, start: int) -> "array[int]":
         """As `look`, with fewer steps for each block and more for each call."""
         column = self.catalog.column
         tier, profile, sibling = column("tier"), column("profile"), column("sibling")
@@ -170,6 +170,7 @@ class Store:
             small = (other != NONE) & pairs.PROGRESSIVES[profile[found]]
             found, other = np.where(small, other, found), np.where(small, found, other)
             found = np.where(self._may(found, fidelity, namespace), found, other)
+        found = found[start:]
         may = self._may(found, fidelity, namespace)
         every = np.stack(levels, axis=1).reshape(-1)
         self.policy.touched(self.catalog, array("i", every[every != NONE].tobytes()))

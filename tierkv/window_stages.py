@@ -11,7 +11,7 @@ import numpy as np
 from tierkv import planner, windows
 from tierkv.catalog import NONE
 from tierkv.lower import Lower
-from tierkv.matches import Match
+from tierkv.match import Match
 from tierkv.store import Numbers
 from tierkv.tier import RAM, FrameId
 

@@ -150,14 +150,16 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         owner=OWNERS, space=SPACES, session=SESSIONS, blocks=LENGTHS, parts=PARTS,
         fidelity=FIDELITIES, linear=st.sampled_from([0.0, 0.0, 1e-6]),
+        held=st.sampled_from([0, 0, 1, 2]),
     )  # fmt: skip
     def match(
         self, owner: int, space: str, session: int, blocks: int, parts: Parts, fidelity: int,
-        linear: float,
+        linear: float, held: int = 0,
     ) -> None:  # fmt: skip
         call = self.rig.match_call(
-            chain(session, blocks), parts=parts, namespace=space, fidelity=fidelity, linear=linear
-        )
+            chain(session, blocks), parts=parts, namespace=space, fidelity=fidelity, linear=linear,
+            held=min(held, blocks),
+        )  # fmt: skip
         reply = self.rig.store.match(owner, call)
         assert 0 <= reply.blocks <= blocks
         if reply.match:
@@ -175,10 +177,16 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(pick=PICKS, fewer=st.integers(0, 2))
     def get(self, pick: int, fewer: int) -> None:
         found = take(self.matches, pick)
-        blocks = max(found.reply.blocks - fewer, 1)
-        transfer = self.rig.transfer(found.reply, found.call, owner=found.owner, blocks=blocks)
+        blocks, held = max(found.reply.blocks - fewer, 1), found.call.held
+        if held:  # what follows it is claimed
+            keys = found.call.keys[held * KEY_BYTES : blocks * KEY_BYTES]
+            behind = msgspec.structs.replace(found.call, keys=keys, held=0)
+            transfer = self.rig.claim(found.reply.match, held, behind, owner=found.owner)
+            self.rig.store.release(found.owner, calls.ReleaseCall(match=found.reply.match))
+        else:
+            transfer = self.rig.transfer(found.reply, found.call, owner=found.owner, blocks=blocks)
         if transfer is not None:
-            assert transfer.units == blocks * len(found.call.parts) // PACKED_BYTES
+            assert transfer.units == (blocks - held) * len(found.call.parts) // PACKED_BYTES
             self.keep(found, found.owner, transfer)
 
     @precondition(lambda self: self.matches)

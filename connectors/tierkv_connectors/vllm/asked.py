@@ -20,7 +20,9 @@ from tierkv_connectors.vllm.wishes import NO_HINTS, Hints
 class Lookup:
     """One question about a request's chain, answered by the lane."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: int = 0) -> None:
+        self.held = held
+        """Store blocks that the engine seemed to hold itself when this was asked."""
         self.answered = threading.Event()
         self.keys = b""
         self.reply = MISS

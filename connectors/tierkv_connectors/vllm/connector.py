@@ -30,6 +30,7 @@ from tierkv_connectors.vllm.worker_calls import Metadata, WorkerCalls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,6 +78,11 @@ class TierKVConnector(WorkerCalls, SupportsHMA):
                     "its request; set it to 'recompute'",
                     transfer.kv_load_failure_policy,
                 )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Hear at start of the engine's own prefix cache."""
+        if self._scheduler is not None:
+            self._scheduler.own.pool = gpu_block_pool
 
     def on_new_request(self, request: "Request") -> None:
         """Begin to look a request's prompt up."""

@@ -103,11 +103,17 @@ class Events:
                     self._store(key, draft.fields, MEDIA["host"], fidelity)
 
     def looked_up(
-        self, asker: Asker, keys: bytes, found: int, sources: Iterable[tuple[str, int]], asked: int
-    ) -> None:
-        """Hear how many blocks of a chain a match found, by tier in order, at the class `asked`."""
-        tiers = [tier for tier, count in sources for _ in range(count)]
+        self, asker: Asker, keys: bytes, found: int, sources: Iterable[tuple[str, int]],
+        asked: int, held: int = 0,
+    ) -> None:  # fmt: skip
+        """Hear how many blocks of a chain a match found, by tier in order, at the class `asked`.
+
+        Of the first `held` it says nothing: the engine had them itself.
+        """
+        tiers = [""] * held + [tier for tier, count in sources for _ in range(count)]
         for number, key in enumerate(_cut(keys)):
+            if number < held:
+                continue
             known = self._announced.get(key)
             if number < found:
                 medium = MEDIA.get(tiers[number], "STORAGE") if number < len(tiers) else "STORAGE"

@@ -13,7 +13,7 @@ from tierkv.codec import profile_of
 from tierkv.errors import invalid
 from tierkv.fidelity import CLASSES, Fidelity
 from tierkv.identity import Identity
-from tierkv.key import Extras, root_key
+from tierkv.key import KEY_BYTES, Extras, root_key
 from tierkv.part import Part
 from tierkv.windows import pack
 from tierkv_codecs import CodecRegistry
@@ -216,8 +216,12 @@ class Kept:
         deadline_s: float,
         cost: PrefillCost,
         shards: int,
+        held: int = 0,
     ) -> MatchCall:
-        """Return the question for a chain at a class, as stored in so many runs of heads."""
+        """Return the question for a chain at a class, as stored in so many runs of heads.
+
+        `held` store blocks of it are in the engine's own cache.
+        """
         parts = [
             (part, group.blocks_needed(self.tokens))
             for group in self.groups
@@ -237,6 +241,7 @@ class Kept:
             quadratic=cost.quadratic,
             deadline_s=deadline_s,
             windows=pack(windows) if any(windows) else b"",
+            held=min(held, len(keys) // KEY_BYTES),
         )
 
     def claim_call(

@@ -27,6 +27,7 @@ from tierkv_connectors.vllm.engine import Output, Request
 from tierkv_connectors.vllm.events import Events, asker_of
 from tierkv_connectors.vllm.groups import BlockIds, Span, spans_to_fill, spans_to_offer
 from tierkv_connectors.vllm.kept import Kept
+from tierkv_connectors.vllm.own import Own
 from tierkv_connectors.vllm.plan import Load, Save, StepPlan
 from tierkv_connectors.vllm.prefills import Prefills
 from tierkv_connectors.vllm.reports import Report
@@ -61,6 +62,7 @@ class Scheduler:
         self._client = client
         self._executor = executor
         self._extras_of = extras_of
+        self.own = Own(kept)
         self._apart = Apart(kept.fidelity)
         self._fingerprint = kept.identity.fingerprint
         self.problems: dict[str, str] = {}
@@ -116,20 +118,24 @@ class Scheduler:
         if held is None or held.loading or held.failed:
             return 0
         lookup = held.lookup or self._look(held)
-        if not lookup.answered.wait(WAIT_S):
-            return None
-        if lookup.reply.match and time.monotonic() > lookup.until:
+        usable = (request.num_tokens - 1) // self._kept.tokens
+        enough = computed >= usable * self._kept.tokens
+        if not lookup.answered.wait(0.0 if enough else WAIT_S):
+            return 0 if enough else None
+        late = not enough and lookup.reply.match and time.monotonic() > lookup.until
+        if late or computed < min(lookup.held, usable) * self._kept.tokens:
             self._forget(held)
-            self._look(held)
+            self._look(held, computed // self._kept.tokens)
             return None
         held.reach = max(held.reach, lookup.reach)
         self._follow(held, lookup)
-        blocks = min(lookup.reply.blocks, (request.num_tokens - 1) // self._kept.tokens)
+        blocks = min(lookup.reply.blocks, usable)
         external = blocks * self._kept.tokens - computed
         # Windows are those before the answer's end, and no other.
         if external <= 0 or (self._kept.windows and blocks < lookup.reply.blocks):
             return 0
-        if not self._pays(lookup.reply):
+        reply = lookup.reply
+        if reply.recompute_s and reply.load_s >= reply.recompute_s:  # as far as both are known
             self.counters["loads_declined"] += 1
             return 0
         lookup.computed = computed
@@ -173,18 +179,14 @@ class Scheduler:
 
     def fail(self, request: Request, blocks: BlockIds) -> None:
         """Let a load that was promised and could not be planned be reported as not filled."""
-        self._forget_of(request)
+        held = self._requests.get(request.request_id)
+        if held is not None:  # what it was promised cannot be given: nothing is, any more
+            self._forget(held)
+            held.failed = True
         nothing = Span(0, 0, 0, (tuple(blocks[0]),))
         self._loads.append(
             Load(request.request_id, 0, 1, b"", b"", self._kept.fidelity, (nothing,), 0.0)
         )
-
-    def _forget_of(self, request: Request) -> None:
-        """Look nothing up for a request any more: what it was promised cannot be given."""
-        held = self._requests.get(request.request_id)
-        if held is not None:
-            self._forget(held)
-            held.failed = True
 
     def step(self, output: Output) -> StepPlan:
         """Return what the worker side is to do beside a step."""
@@ -310,8 +312,10 @@ class Scheduler:
             )
             self._client.release(self._client.match(held.hints.on(call)).match)
 
-    def _look(self, held: Asked) -> Lookup:
-        held.lookup = lookup = Lookup()
+    def _look(self, held: Asked, computed: int | None = None) -> Lookup:
+        """Begin to ask for a chain, of which the engine has `computed` store blocks itself."""
+        own = self.own.blocks(held.request) if computed is None else computed
+        held.lookup = lookup = Lookup(0 if self._kept.windows else own)
         tokens = held.request.num_tokens
         if not self._kept.options.load or (tokens - 1) // self._kept.tokens < 1:
             lookup.answered.set()
@@ -329,29 +333,26 @@ class Scheduler:
             asked = keys[: usable * KEY_BYTES]
             until = time.monotonic() + deadline_s
             for shards in self._kept.stored_shards:
-                found = self._match(held, asked, until, shards)
+                found = self._match(held, asked, until, shards, lookup.held)
                 lookup.reach = max(lookup.reach, found.reach)
                 if found.blocks > reply.blocks:
                     found, reply, lookup.shards = reply, found, shards
                 self._client.release(found.match)
-                if reply.blocks == usable:
+                if max(reply.blocks, lookup.held) >= usable:
                     break
         finally:
             self._client.release(lookup.answer(reply, time.monotonic() + deadline_s * FRESH))
 
-    def _match(self, held: Asked, keys: bytes, until: float, shards: int) -> MatchReply:
+    def _match(self, held: Asked, keys: bytes, until: float, shards: int, own: int) -> MatchReply:
         """Ask for a chain as stored in so many runs of heads; waits for what is below RAM."""
         most = MAX_UNITS // (shards * len(self._kept.groups))
         left_s = max(until - time.monotonic(), 0.0)
         call = self._kept.match_call(
-            held.fingerprint, keys[: most * KEY_BYTES], held.fidelity, left_s, self.cost, shards
-        )
+            held.fingerprint, keys[: most * KEY_BYTES], held.fidelity, left_s, self.cost, shards,
+            own,
+        )  # fmt: skip
         reply = self._client.match(held.hints._replace(closed=False).on(call))
         return self._client.wait(reply.match, left_s) if reply.pending else reply
-
-    def _pays(self, reply: MatchReply) -> bool:
-        """Return whether loading beats computing, as far as both are known."""
-        return not reply.recompute_s or reply.load_s < reply.recompute_s
 
     def _follow(self, held: Asked, lookup: Lookup) -> None:
         """Let the event stream know, once, what a match has found."""
@@ -360,7 +361,7 @@ class Scheduler:
             usable = (held.request.num_tokens - 1) // self._kept.tokens * KEY_BYTES
             self.events.looked_up(
                 asker_of(held.request), lookup.keys[:usable], reply.blocks,
-                reply.sources.items(), held.fidelity,
+                reply.sources.items(), held.fidelity, lookup.held,
             )  # fmt: skip
 
     def _forget(self, held: Asked) -> None:
