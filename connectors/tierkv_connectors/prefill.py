@@ -1,12 +1,13 @@
 """What prefill costs, learnt from what an engine was seen to take."""
 
 from collections import deque
-
-import numpy as np
+from collections.abc import Iterable
 
 OBSERVATIONS = 64
 LEAST_TOKENS = 256
 """Shorter runs are mostly fixed cost, which loading does not save."""
+ALIKE = 1e-12
+"""Prefills of nearly one length and position do not tell two terms apart."""
 
 
 class PrefillCost:
@@ -24,7 +25,7 @@ class PrefillCost:
         """Learn from one prefill."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             self._seen.append((tokens, _pairs(position, tokens), seconds))
-            self.linear, self.quadratic = _fit(np.array(self._seen))
+            self.linear, self.quadratic = _fit(self._seen)
 
     def seconds(self, position: int, tokens: int) -> float:
         """Return what such a prefill is expected to take, 0 while that is unknown."""
@@ -35,14 +36,24 @@ def _pairs(position: int, tokens: int) -> float:
     return position * tokens + tokens * tokens / 2
 
 
-def _fit(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, float]:
-    """Least squares of relative error; neither coefficient may be negative."""
-    terms, seconds = seen[:, :2] / seen[:, 2:], np.ones(len(seen))
-    if len(np.unique(seen[:, 0] / seen[:, 1])) > 1:
-        (linear, quadratic), *_ = np.linalg.lstsq(terms, seconds, rcond=None)
+def _fit(seen: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """Least squares of relative error; neither coefficient may be negative.
+
+    Runs behind every prefill, before its first token is given out: a few sums, where numpy's
+    functions take a millisecond when the step has left nothing of them in the caches.
+    """
+    first = second = squares = products = other_squares = 0.0
+    for tokens, pairs, seconds in seen:
+        one, other = tokens / seconds, pairs / seconds
+        first, second = first + one, second + other
+        squares, products = squares + one * one, products + one * other
+        other_squares += other * other
+    apart = squares * other_squares - products * products
+    if apart > ALIKE * squares * other_squares:
+        linear = (first * other_squares - second * products) / apart
+        quadratic = (second * squares - first * products) / apart
         if linear >= 0 and quadratic >= 0:
-            return float(linear), float(quadratic)
+            return linear, quadratic
     # One kind of term explains what was seen better than both.
-    alone = [float(terms[:, i] @ seconds / (terms[:, i] @ terms[:, i])) for i in range(2)]
-    errors = [float(np.square(terms[:, i] * alone[i] - 1).sum()) for i in range(2)]
-    return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
+    linear, quadratic = first / squares, second / other_squares
+    return (linear, 0.0) if linear * first >= quadratic * second else (0.0, quadratic)
