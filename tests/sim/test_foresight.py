@@ -38,9 +38,10 @@ TREE = prompts(
 
 
 def test_conversations_are_read_off_the_chains() -> None:
-    assert goes_on_with(TREE).tolist() == [NONE, NONE, 0, 1, 2, NONE]
-    assert closing(TREE).tolist() == [False, False, False, True, True, True]
-    assert sessions(TREE).tolist() == [0, 1, 0, 1, 0, 5]
+    goes_on = goes_on_with(TREE)
+    assert goes_on.tolist() == [NONE, NONE, 0, 1, 2, NONE]
+    assert closing(goes_on).tolist() == [False, False, False, True, True, True]
+    assert sessions(goes_on).tolist() == [0, 1, 0, 1, 0, 5]
 
 
 def test_the_next_use_of_a_block_is_known() -> None:
@@ -64,13 +65,13 @@ def test_a_rate_is_that_of_the_next_use() -> None:
 
 
 def test_sessions_differ_in_what_they_bear_and_not_in_themselves() -> None:
-    many = prompts(*([one] for one in range(4000)))
+    many = np.full(4000, NONE)
     drawn = sensitivities(many, 0.4, seed=1)
     assert drawn.mean() == pytest.approx(1.0, abs=0.03)
     assert drawn.std() == pytest.approx(0.4, abs=0.03)
     assert np.array_equal(drawn, sensitivities(many, 0.4, seed=1))
     assert not np.array_equal(drawn, sensitivities(many, 0.4, seed=2))
-    tree = sensitivities(TREE, 0.4, seed=0)
+    tree = sensitivities(goes_on_with(TREE), 0.4, seed=0)
     assert tree[0] == tree[2] == tree[4] != tree[1] == tree[3]
 
 
@@ -87,7 +88,9 @@ def run(workload: Workload, policy: str = "evicpress", fidelity: str = "safe") -
 def test_who_knows_more_waits_less(workload: Workload) -> None:
     """Of the gap to everything kept in RAM, hints leave 69% and the future 60%."""
     plain = run(workload, fidelity="exact")
-    told = run(workload._replace(clients=Clients(closing(workload.ids))), fidelity="exact")
+    told = run(
+        workload._replace(clients=Clients(closing(goes_on_with(workload.ids)))), fidelity="exact"
+    )
     known = run(workload, "clairvoyant", "exact")
     least = plain.ttft_infinite_free_s.mean
     gap = plain.ttft_s.mean - least

@@ -212,6 +212,34 @@ def test_a_second_copy_goes_down_where_there_is_room(rate: float, below: list[st
     assert [name for name in names if known.stored[step, 1] == 1 / ratio(known, name)] == below
 
 
+def test_what_is_read_near_is_read_near_at_less_bytes_first() -> None:
+    """A plain copy near loses least where the small one from below takes its place."""
+    known = Configurations(FORMS, RATES)
+    below = known.named(1, "kvtc9")
+    both = np.array([known.named(0, "int8") + below])
+    steps = known.relief(0, both)
+    price = np.array([0.0, 1e-9])
+    loss, freed = losses(known, price, 0, np.array([0.01]), np.array([DENSITY]), both, steps)
+    step = int(loss[0].argmin())
+    assert steps[0, step] == known.named(0, "kvtc9") + below
+    saved = known.seconds[known.named(0, "kvtc9")] - known.seconds[both[0]]
+    assert freed[0, step] == pytest.approx(1 / 1.88 - 1 / 9)
+    assert loss[0, step] == pytest.approx(0.01 * saved / freed[0, step])
+
+
+def test_what_comes_up_is_written() -> None:
+    """Fewer bytes in a tier are no sign that nothing was written to it."""
+    service = Service(EvicPress(FORMS, RATES, [int(100 * BLOCK), int(100 * BLOCK)]))
+    service.ask([0, 1])
+    policy, known = service.policy, service.policy.configurations
+    rows, below = np.array([0]), known.named(1, "kvtc9")
+    policy._change(rows, np.array([known.named(0, "int8") + below]))
+    before = policy.written.copy()
+    policy._change(rows, np.array([known.named(0, "kvtc9") + below]))
+    assert (policy.written - before).tolist() == pytest.approx([2 * BLOCK / 9, 0.0])
+    service.check()
+
+
 def ratio(known: Configurations, name: str) -> float:
     return next(form.ratio for form in known.forms if form.name == name)
 

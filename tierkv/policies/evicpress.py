@@ -86,6 +86,8 @@ class EvicPress:
         self.reuse = reuse or Reuse()
         self.segments = self.reuse.segments
         self._second_sight = second_sight
+        self._floors = False
+        """Whether any segment bears less than every loss."""
         only = self.configurations.stored.shape == (2, 1)
         self._views = Views(self.reuse, float(capacity[0])) if only else None
         """Where there is one way to keep a segment, so that what stays is all there is to say."""
@@ -149,7 +151,9 @@ class EvicPress:
         rows = self.reuse.use(now, walk, ids, tokens, full, nbytes, density)
         if closed:
             self.reuse.end(self.reuse.newest, now)
-        self.segments.most_kl[rows] = np.minimum(self.segments.most_kl[rows], most_kl)
+        if most_kl < np.inf:
+            self._floors = True
+            self.segments.most_kl[rows] = np.minimum(self.segments.most_kl[rows], most_kl)
         computed = np.arange(len(rows)) >= loaded
         self._store(now, rows, computed)
         for tier in range(len(self.price)):
@@ -195,7 +199,8 @@ class EvicPress:
         """Return what each choice earns more than the current configuration, a second."""
         rate, density = self.rate(rows, now), self.segments.density[rows]
         gain = gains(self.configurations, self.price, rate, density, current, choices)
-        gain[self._barred(rows, current, choices)] = -np.inf
+        if self._floors or self._second_sight:
+            gain[self._barred(rows, current, choices)] = -np.inf
         return gain
 
     def _barred(self, rows: Numbers, current: Numbers, choices: Numbers) -> npt.NDArray[np.bool_]:
@@ -283,7 +288,9 @@ class EvicPress:
         barred = (steps == 0) & (segments.children[rows] > 0)[:, None]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
-        loss[barred | self._barred(rows, current, steps)] = np.inf
+        if self._floors or self._second_sight:
+            barred |= self._barred(rows, current, steps)
+        loss[barred] = np.inf
         least = loss.argmin(axis=1)
         every = np.arange(len(rows))
         return steps[every, least], loss[every, least], freed[every, least] * segments.nbytes[rows]
@@ -330,9 +337,9 @@ class EvicPress:
         segments, known = self.segments, self.configurations
         before = segments.configuration[rows]
         nbytes = segments.nbytes[rows][:, None]
-        change = (known.stored[after] - known.stored[before]) * nbytes
-        self.used += change.sum(axis=0)
-        self.written += np.maximum(change, 0).sum(axis=0)
+        change = (known.parts[:, after] - known.parts[:, before]) * nbytes
+        self.used += change.sum(axis=(0, 1))
+        self.written += np.maximum(change, 0).sum(axis=(0, 1))
         segments.configuration[rows] = after
         segments.gained(rows[(before == 0) & (after != 0)])
         lost = rows[(before != 0) & (after == 0)]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.policies.reuse import Reuse
-from tierkv.policies.segments import NONE, Ids, Walk
+from tierkv.policies.segments import NONE, Ids
 
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -38,30 +38,29 @@ def goes_on_with(prompts: list[Ids]) -> Numbers:
     return earlier
 
 
-def sessions(prompts: list[Ids]) -> Numbers:
-    """Return for each prompt the first one of its conversation."""
-    first = np.arange(len(prompts))
-    for number, earlier in enumerate(goes_on_with(prompts).tolist()):
+def sessions(goes_on: Numbers) -> Numbers:
+    """Return for each prompt the first one of its conversation, given what each goes on with."""
+    first = np.arange(len(goes_on))
+    for number, earlier in enumerate(goes_on.tolist()):
         if earlier != NONE:
             first[number] = first[earlier]
     return first
 
 
-def sensitivities(prompts: list[Ids], variation: float, seed: int) -> Floats:
+def sensitivities(goes_on: Numbers, variation: float, seed: int) -> Floats:
     """Draw for each prompt what its session multiplies losses by.
 
     Lognormal, of mean 1 and this coefficient of variation: a gate's loss is the mean of contexts.
     """
     deviation = np.sqrt(np.log1p(variation**2))
-    drawn = np.random.default_rng(seed).normal(-(deviation**2) / 2, deviation, len(prompts))
-    return np.exp(drawn)[sessions(prompts)]
+    drawn = np.random.default_rng(seed).normal(-(deviation**2) / 2, deviation, len(goes_on))
+    return np.exp(drawn)[sessions(goes_on)]
 
 
-def closing(prompts: list[Ids]) -> npt.NDArray[np.bool_]:
-    """Return for each prompt whether none goes on with it."""
-    earlier = goes_on_with(prompts)
-    closed = np.ones(len(prompts), np.bool_)
-    closed[earlier[earlier != NONE]] = False
+def closing(goes_on: Numbers) -> npt.NDArray[np.bool_]:
+    """Return for each prompt whether none goes on with it, given what each goes on with."""
+    closed = np.ones(len(goes_on), np.bool_)
+    closed[goes_on[goes_on != NONE]] = False
     return closed
 
 
@@ -94,9 +93,10 @@ def clients_of(
 
     Args: see `sensitivities`, `Clients`.
     """
+    goes_on = goes_on_with(prompts)
     return Clients(
-        closing(prompts) if closed else None,
-        sensitivities(prompts, variation, seed) if variation else None,
+        closing(goes_on) if closed else None,
+        sensitivities(goes_on, variation, seed) if variation else None,
         most_kl,
     )
 
@@ -122,25 +122,11 @@ class Clairvoyant(Reuse):
 
     def __init__(self, prompts: list[Ids], times_s: Floats) -> None:
         super().__init__()
+        self._prompts = prompts
         self._following = next_uses(prompts, times_s)
         self._next = np.zeros(max(int(ids.max(initial=0)) for ids in prompts) + 1)
-        self._number = 0
-
-    def use(
-        self,
-        now: float,
-        walk: Walk,
-        ids: Ids,
-        tokens: int,
-        full: int,
-        nbytes: Floats,
-        density: Floats,
-    ) -> Numbers:
-        """See `Reuse`."""
-        rows = super().use(now, walk, ids, tokens, full, nbytes, density)
-        self._next[ids] = self._following[self._number]
-        self._number += 1
-        return rows
+        self._known = 0
+        """Prompts whose next uses are in `_next`."""
 
     def refit(self, now: float) -> None:
         """Do nothing: there is nothing to fit."""
@@ -148,6 +134,9 @@ class Clairvoyant(Reuse):
     def rate(self, rows: Numbers, now: float, *, least: bool = False) -> Floats:
         """See `Reuse`: what is known is not less when it is far."""
         del least
+        for number in range(self._known, self.newest + 1):
+            self._next[self._prompts[number]] = self._following[number]
+        self._known = self.newest + 1
         segments = self.segments
         first, blocks = segments.first[rows], segments.blocks[rows]
         ends = np.cumsum(blocks)
