@@ -9,6 +9,7 @@ import numpy as np
 from tierkv_codecs.bits import (
     FIRST_NOT_FINITE,
     HALF_INFINITE,
+    LAST,
     Bytes,
     Floats,
     Halves,
@@ -16,6 +17,7 @@ from tierkv_codecs.bits import (
     affine_parameters,
     bits_of,
     float_of,
+    in_order,
     inlined,
     kernel,
     least,
@@ -104,35 +106,37 @@ def _rotate(tile: Floats, heads: int, turn: Turn, first: int) -> None:
 
 
 @kernel
-def _channel_extremes(tile: Floats, low: Floats, high: Floats) -> None:
-    """Find least and greatest of each channel."""
+def _channel_extremes(tile: Floats, low: Floats, high: Floats, order: Integers) -> None:
+    """Find least and greatest of each channel; `order` has room for both."""
     widest()
-    for channel in range(len(low)):
-        low[channel] = high[channel] = tile[0, channel]
-    for number in range(1, len(tile)):
+    channels = len(low)
+    lower, upper = order[:channels], order[channels : 2 * channels]
+    for channel in range(channels):
+        lower[channel], upper[channel] = LAST, ~LAST
+    for number in range(len(tile)):
         row = tile[number]
-        for channel in range(len(low)):
-            low[channel] = least(low[channel], row[channel])
-            high[channel] = most(high[channel], row[channel])
+        for channel in range(channels):
+            one = in_order(bits_of(row[channel]))
+            lower[channel] = least(lower[channel], one)
+            upper[channel] = most(upper[channel], one)
+    for channel in range(channels):
+        low[channel] = float_of(in_order(lower[channel]))
+        high[channel] = float_of(in_order(upper[channel]))
 
 
 @kernel
 def _group_extremes(tile: Floats, dim: int, low: Floats, high: Floats) -> None:
-    """Find least and greatest of each head's groups of channels.
-
-    Signs and magnitudes are compared as integers in order: the extremes of those vectorise.
-    """
+    """Find least and greatest of each head's groups of channels."""
     groups = (dim + GROUP - 1) // GROUP
     for number in range(len(tile)):
         for group in range(groups):
             part = tile[number, group * GROUP : min(group * GROUP + GROUP, dim)]
-            lower, upper = np.int32(0x7FFF_FFFF), np.int32(-0x8000_0000)
+            lower, upper = LAST, ~LAST
             for at in range(len(part)):
-                bits = np.int32(bits_of(part[at]))
-                order = np.int32(bits ^ ((bits >> 31) & 0x7FFF_FFFF))
+                order = in_order(bits_of(part[at]))
                 lower, upper = least(lower, order), most(upper, order)
-            low[number * groups + group] = float_of(lower ^ ((lower >> 31) & 0x7FFF_FFFF))
-            high[number * groups + group] = float_of(upper ^ ((upper >> 31) & 0x7FFF_FFFF))
+            low[number * groups + group] = float_of(in_order(lower))
+            high[number * groups + group] = float_of(in_order(upper))
 
 
 @kernel
@@ -235,6 +239,7 @@ def code_keys(
     lanes, groups = (dim + 1) // 2 * 2, (tokens + GROUP - 1) // GROUP
     whole = np.zeros((GROUP * heads, lanes), np.float32)
     low, high = np.zeros(heads * lanes, np.float32), np.zeros(heads * lanes, np.float32)
+    order = np.zeros(2 * heads * lanes, np.int32)
     worst, largest = np.int32(0), np.int32(0)
     for task in range(turn.start * groups, turn.stop * groups):
         layer, first = task // groups, task % groups * GROUP
@@ -244,7 +249,7 @@ def code_keys(
         start = (layer * 2 * shape.tokens + shape.sinks + first) * heads
         worst = most(worst, _load(source, by, start, dim, tile))
         _rotate(tile, heads, turn, first)
-        _channel_extremes(wide, low, high)
+        _channel_extremes(wide, low, high, order)
         for head in range(heads):
             at, lane = (task * heads + head) * 2 * dim, head * lanes
             shifts, spans = parameters[at : at + dim], parameters[at + dim : at + 2 * dim]

@@ -26,12 +26,14 @@ from tierkv_codecs.affine import Coded, quantised, restored
 from tierkv_codecs.bits import (
     FIRST_NOT_FINITE,
     HALF_INFINITE,
+    LAST,
     Bytes,
     Floats,
     Halves,
     Integers,
     affine_parameters,
     float_of,
+    in_order,
     kernel,
     least,
     most,
@@ -144,6 +146,7 @@ def _code_keys(source: Integers, by: int, shape: Shape, parameters: Halves, code
     widest()
     width, tokens = shape.heads * shape.dim, shape.tokens - shape.sinks
     low, high = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    lower, upper = np.zeros(width, np.int32), np.zeros(width, np.int32)
     worst, largest = np.int32(0), np.int32(0)
     pair, to = 0, 0
     for layer in range(shape.layers):
@@ -151,15 +154,17 @@ def _code_keys(source: Integers, by: int, shape: Shape, parameters: Halves, code
         for first in range(0, tokens, GROUP):
             last = min(first + GROUP, tokens)
             for channel in range(width):
-                low[channel], high[channel] = np.float32(np.inf), np.float32(-np.inf)
+                lower[channel], upper[channel] = LAST, ~LAST
             for token in range(first, last):
                 part = source[start + token * width : start + token * width + width]
                 for channel in range(width):
-                    bits = shifted_left(part[channel], by)
-                    worst = most(worst, np.int32(bits & 0x7FFF_FFFF))
-                    value = float_of(bits)
-                    low[channel] = least(low[channel], value)
-                    high[channel] = most(high[channel], value)
+                    order = in_order(shifted_left(part[channel], by))
+                    lower[channel] = least(lower[channel], order)
+                    upper[channel] = most(upper[channel], order)
+            for channel in range(width):
+                worst = most(worst, most(np.int32(~lower[channel]), upper[channel]))
+                low[channel] = float_of(in_order(lower[channel]))
+                high[channel] = float_of(in_order(upper[channel]))
             shifts = parameters[pair : pair + width]
             spans = parameters[pair + width : pair + 2 * width]
             largest = most(largest, affine_parameters(low, high, LEVELS, shifts, spans))
@@ -208,21 +213,16 @@ def _restore_keys(
 def _extremes(
     source: Integers, by: int, start: int, dim: int, low: Floats, high: Floats
 ) -> np.int32:
-    """Find least and greatest of each vector from the start on; returns the largest's bits.
-
-    Signs and magnitudes are compared as integers in order: the extremes of those vectorise.
-    """
+    """Find least and greatest of each vector from the start on; returns the largest's bits."""
     worst = np.int32(0)
     for vector in range(len(low)):
         part = source[start + vector * dim : start + vector * dim + dim]
-        lower, upper = np.int32(0x7FFF_FFFF), np.int32(-0x8000_0000)
+        lower, upper = LAST, ~LAST
         for at in range(dim):
-            bits = shifted_left(part[at], by)
-            order = np.int32(bits ^ ((bits >> 31) & 0x7FFF_FFFF))
+            order = in_order(shifted_left(part[at], by))
             lower, upper = least(lower, order), most(upper, order)
         worst = most(worst, most(np.int32(~lower), upper))
-        low[vector] = float_of(lower ^ ((lower >> 31) & 0x7FFF_FFFF))
-        high[vector] = float_of(upper ^ ((upper >> 31) & 0x7FFF_FFFF))
+        low[vector], high[vector] = float_of(in_order(lower)), float_of(in_order(upper))
     return worst
 
 
