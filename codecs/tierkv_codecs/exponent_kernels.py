@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from tierkv_codecs.bits import Bytes, Halves, Integers, inlined, kernel, least, most
-from tierkv_codecs.copies import LINE, fence, past_caches
+from tierkv_codecs.copies import LEAST_BYTES, LINE, fence, past_caches
 from tierkv_codecs.lanes import (
     BYTE,
     HALF,
@@ -203,7 +203,7 @@ def restore(
         scratch.bases.ctypes.data, scratch.tile.ctypes.data,
     )  # fmt: skip
     each, step = 1 + (columns + 1) // 2, LANES % columns
-    seen, escaped = 0, 0
+    seen, escaped, past = 0, 0, target.nbytes >= LEAST_BYTES
     for start in range(0, len(target), piece):
         stop, offset = min(start + piece, len(target)), 0
         _wide(of.shifts[start // piece * each :], columns, scratch.bases)
@@ -233,7 +233,7 @@ def restore(
                 offset += step
                 if offset >= columns:
                     offset -= columns
-            _join_tile(to + 2 * first, signs + first, tile, last - first)
+            _join_tile(past, to + 2 * first, signs + first, tile, last - first)
             for at in range((last - first) // LINE_VALUES * LINE_VALUES, last - first):
                 exponent, rest = np.uint16(scratch.tile[at]), np.uint16(of.signs[first + at])
                 sign, mantissa = rest >> 7 << 15, rest & 0x7F
@@ -243,9 +243,9 @@ def restore(
 
 
 @inlined
-def _join_tile(to: Any, signs: Any, tile: Any, count: Any) -> None:  # noqa: ANN401
+def _join_tile(past: Any, to: Any, signs: Any, tile: Any, count: Any) -> None:  # noqa: ANN401
     """Write the whole lines of a tile."""
-    if to % LINE == 0:
+    if past and to % LINE == 0:
         for at in range(0, count // LINE_VALUES * LINE_VALUES, LINE_VALUES):
             _line_past(tile + at, signs + at, to + 2 * at)
     else:

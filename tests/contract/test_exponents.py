@@ -70,7 +70,7 @@ def test_bytes_and_values_are_those_of_the_twin() -> None:
 
 def test_values_in_order_are_written_past_caches_and_beside_them() -> None:
     """Whole lines of the target go past the caches only where it begins with one."""
-    block = kv_like((1, 2, 128, 2, 64), torch.bfloat16)
+    block = kv_like((4, 2, 131, 2, 64), torch.bfloat16)  # 268,288 bytes
     payload, segments = encoded(CODEC, block)
     memory = torch.zeros(block.numel() + 64, dtype=torch.bfloat16)
     for offset in (0, 1, 16, 32, 33):
