@@ -176,7 +176,8 @@ class EvicPress:
         segments, known = self.segments, self.configurations
         current = segments.configuration[rows]
         best = current.copy()
-        for fresh in (False, True):
+        # Where there is one way to keep a segment, what was loaded can have no more.
+        for fresh in (False, True) if self._views is None else (True,):
             mine = np.nonzero(computed == fresh)[0]
             if not len(mine):
                 continue
@@ -226,8 +227,6 @@ class EvicPress:
             if not len(rows):
                 return
             steps, loss, freed = self._losses(now, tier, rows)
-            if self._lately:
-                loss[loss < np.inf] = 0.0
             # Of what loses the same, what was used longest ago.
             order = np.lexsort((self.segments.context[rows], loss))
             order = order[loss[order] < np.inf]
@@ -283,9 +282,12 @@ class EvicPress:
     def _losses(self, now: float, tier: int, rows: Numbers) -> tuple[Numbers, Floats, Floats]:
         """Return for each segment the step that loses least per byte, that loss, bytes freed."""
         segments, known = self.segments, self.configurations
-        current = segments.configuration[rows]
+        current, inner = segments.configuration[rows], segments.children[rows] > 0
+        if self._lately:
+            freed = known.stored[current, tier] * segments.nbytes[rows]
+            return np.zeros_like(rows), np.where(inner, np.inf, 0.0), freed
         steps = known.relief(tier, current)
-        barred = (steps == 0) & (segments.children[rows] > 0)[:, None]
+        barred = (steps == 0) & inner[:, None]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
         if self._floors or self._second_sight:
