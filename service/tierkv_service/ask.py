@@ -27,6 +27,8 @@ def ask(socket: Path | None, call: Call) -> Any:  # noqa: ANN401 - what the call
         reply = channel.call(call, ANSWER_S)
     finally:
         channel.close()
+    if reply is None and channel.counters.refused:
+        raise invalid(channel.last_error.partition(" refused: ")[2])
     if reply is None:
         why = f" ({channel.last_error})" if channel.last_error else ""
         raise unavailable(f"the sidecar on {path} did not do it{why}: is `tierkv serve` running?")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,10 @@ def make(order: Order, on_step: Callable[[str, float], None]) -> Made:
     documents = [_read(path) for path in order.texts] or calibration_texts()
     if not order.out.parent.is_dir():
         raise invalid(f"{order.out.parent} is no folder: make it, or give another --out")
+    try:  # now, not after minutes of work
+        tempfile.TemporaryFile(dir=order.out.parent).close()
+    except OSError as error:
+        raise invalid(f"cannot write {order.out}: {error.strerror}; give another --out") from error
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     subject = CalibrationSubject(order.model)

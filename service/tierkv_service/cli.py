@@ -93,8 +93,8 @@ def stat(
     channel = SidecarChannel(path, client="stat", arena=False)
     client = Client(channel)
 
-    def ask() -> StoreStat:
-        found = client.stat()
+    def ask(*, probe: bool) -> StoreStat:
+        found = client.stat(probe=probe)
         if found is None:
             why = f" ({channel.last_error})" if channel.last_error else ""
             raise unavailable(
@@ -103,9 +103,9 @@ def stat(
         return from_wire(found)
 
     try:
-        before = ask()
+        before = ask(probe=False)
         time.sleep(SAMPLE_S)
-        after = ask()
+        after = ask(probe=True)  # what does not answer is no tier that is "ok"
     finally:
         client.close()
     rates = show.rates(before, after)

@@ -44,7 +44,10 @@ class Locks:
             )
             self._permit(self._arena)
         except OSError as error:
-            raise unavailable(f"cannot use {path} for the socket: {error.strerror}") from error
+            raise unavailable(
+                f"cannot use {path} for the socket: {error.strerror}; give another [socket] path,"
+                " in a folder of this user"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -73,6 +73,7 @@ class FakeChannel:
 
     def call(self, call: Call, timeout_s: float | None = None) -> Any | None:
         assert isinstance(call, StatCall)
+        assert call.probe == (self.second == 1), "what is shown was tried"
         self.second += 1
         return to_wire(stat_at(self.second))
 
@@ -114,6 +115,7 @@ def test_version() -> None:
         (("serve", "--config", "{}/none.toml"), "cannot read the settings file"),
         (("serve", "--config", "{}/bad.toml"), "did you mean 'size'?"),
         (("stat", "--socket", "{}/none.sock"), "no sidecar answers on"),
+        (("policy", "lru", "--socket", "{}/none.sock"), "is `tierkv serve` running?"),
     ],
 )
 def test_an_error_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
@@ -219,6 +221,8 @@ def test_a_sidecar_from_start_to_end(tmp_path: Path) -> None:
         found = json.loads(run("stat", "--json", "--socket", str(sock)).stdout)
         assert [tier["state"] for tier in found["stat"]["tiers"]] == ["ok", "ok"]
         assert "another sidecar" in run("serve", "--config", str(settings)).stderr
+        wrong = run("policy", "best", "--socket", str(sock)).stderr
+        assert wrong.startswith("tierkv: policy 'best' is not known; use one of auto"), wrong
         assert httpx.get(f"{url}/metrics", timeout=60).text.count("tierkv_up 1.0") == 1
         sidecar.terminate()
         assert sidecar.wait(60) == 0

@@ -131,3 +131,11 @@ def test_capture_holds_out_whole_sequences(model: Path, monkeypatch: pytest.Monk
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(TierKVError, match="give longer or more files"):
         sequences_of([list(range(3000))], 10_000)
+
+
+def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path) -> None:
+    """Not after the minutes that a calibration takes; nothing was read yet."""
+    call = ["calibrate", "--model", str(tmp_path / "none"), "--out", "/proc/of-ours.kvtc"]
+    done = CliRunner().invoke(cli.app, call)
+    assert isinstance(done.exception, TierKVError)
+    assert "cannot write /proc/of-ours.kvtc" in str(done.exception)

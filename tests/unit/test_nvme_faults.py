@@ -258,7 +258,7 @@ def test_a_batch_may_have_more_pieces_than_one_call_takes(open_tier: Open) -> No
 
 
 def test_without_direct_io_the_page_cache_serves(
-    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = os.open
 
@@ -270,6 +270,7 @@ def test_without_direct_io_the_page_cache_serves(
     monkeypatch.setattr(os, "open", refusing)
     tier = open_tier()
     assert not tier.direct
+    assert "refuses O_DIRECT" in caplog.text, "slower than thought, and nobody said so"
     frame = make_frame(1)
     assert get(tier, frame, put(tier, frame)[0]) is DONE
 

@@ -11,6 +11,7 @@ Reads and writes go straight from and to the caller's pieces (`tier` says how th
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -38,6 +39,7 @@ _SUPER = struct.Struct("<Q8sI4xQ")
 _IOV_MAX = 1024
 _ENDED = errno.ENODATA
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_LOG = logging.getLogger("tierkv.nvme")
 _REFUSED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 Vector = Callable[[int, Sequence[memoryview], int], int]
@@ -151,6 +153,11 @@ class RegionLog:
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
+            _LOG.warning(
+                "%s: its file system refuses O_DIRECT, so all goes through the page cache: slower,"
+                " and memory of the machine; use another one, or say so with [nvme] direct = false",
+                self.path,
+            )
         finally:
             if fd >= 0:
                 os.close(fd)
