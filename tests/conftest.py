@@ -1,8 +1,12 @@
 """What all tests share: a replayable hypothesis seed, a redis-server, and the small real model."""
 
+import gc
 import os
+import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,9 @@ from tests import redis_server as redis_process
 from tests import stores
 from tests.redis_server import RedisFactory, RedisServer
 from tierkv_connectors.models import smollm2
+
+LEFT_OPEN = 48
+"""Descriptors that a module may leave: pools of libraries, servers of the whole run."""
 
 # Nothing here may look for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,8 +47,28 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"hypothesis seed: replay with --hypothesis-seed={seed}")
 
 
+def descriptors() -> Counter[str]:
+    """Return the open descriptors of this process, by what they are."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            found[re.sub(r"\d+", "N", link.readlink().name)] += 1
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a module that leaves descriptors open: all together they reach the system's limit."""
+    before = descriptors()
+    yield
+    if (descriptors() - before).total() > LEFT_OPEN:
+        gc.collect()  # what only waits for it is no leak
+    left = descriptors() - before
+    assert left.total() <= LEFT_OPEN, f"{request.node.name} leaves open {dict(left)}"
+
+
 @pytest.fixture(autouse=True)
-def rigs() -> Iterator[None]:
+def _rigs() -> Iterator[None]:
     """Close the stores that a test has opened: arenas, files, threads."""
     yield
     while stores.OPEN:
