@@ -40,7 +40,7 @@ def _fit(seen: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     """Least squares of relative error; neither coefficient may be negative.
 
     Runs behind every prefill, before its first token is given out: a few sums, where numpy's
-    functions take a millisecond when the step has left nothing of them in the caches.
+    functions take three times as long once a step has emptied the caches.
     """
     first = second = squares = products = other_squares = 0.0
     for tokens, pairs, seconds in seen:
