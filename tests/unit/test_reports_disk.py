@@ -135,6 +135,8 @@ def test_r20_what_is_there_is_not_written_again(open_rig: Open) -> None:
     rig.put(keys, b"old")
     rig.flush(keys)
     written = rig.stat()["tiers"][1]["written_bytes"]
+    assert rig.flush(keys) == b"\1\1\1"
+    assert rig.stat()["tiers"][1]["written_bytes"] == written
     again = open_rig()
     assert again.put(keys, b"old") == 0
     assert again.flush(keys) == b"\1\1\1"
