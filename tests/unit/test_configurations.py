@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from tierkv.cost import Rates
-from tierkv.plan import Kind
-from tierkv.policies.configurations import ABSENT, PROGRESSIVE, Configurations, Form
-from tierkv.policies.steps import Steps
+from tierkv.policies.configurations import ABSENT, Configurations, Form
 
 RAW = Form("raw", 1.0, float("inf"))
 LOSSLESS = Form("lossless", 1.45, 20e9)
@@ -103,32 +101,6 @@ def test_relief_frees_bytes_of_its_tier(known: Configurations) -> None:
             steps = steps[steps != ABSENT]
             assert np.all(known.stored[steps, tier] < known.stored[number, tier])
             assert bool(len(steps)) == (known.stored[number, tier] > 0)
-
-
-def test_where_a_plain_copy_leaves_a_progressive_one_may_come_up(known: Configurations) -> None:
-    int8, below = known.named(0, "int8"), known.named(1, "kvtc18")
-    steps = known.relief(0, np.array([int8 + below]))[0].tolist()
-    near = known.named(0, "kvtc18") + below
-    assert near in steps
-    assert near + known.named(1, "int8") in steps
-    assert known.named(0, "kvtc9") + below not in steps, "nothing finer is made of it"
-    there = known.named(0, "kvtc9")
-    steps = known.relief(0, np.array([int8 + there + below]))[0].tolist()
-    assert near not in steps, "a finer one is there already"
-    assert there + below in steps
-    alone = known.relief(0, np.array([int8]))[0]
-    assert not np.any(known.progressive[alone[alone != ABSENT]]), "none is made of it"
-
-
-def test_a_service_brings_nothing_up_to_make_room() -> None:
-    steps = Steps(RATES)
-    known = steps.known
-    both = np.array([known.named(0, "int8") + known.named(1, "kvtc@8x")])
-    ways, every = known.relief(0, both), np.array([(1 << len(known.forms)) - 1])
-    open_ways = ways[~steps.barred(0, every, both, ways, set(Kind)) & (ways != ABSENT)]
-    assert np.any(known.parts[PROGRESSIVE, ways[ways != ABSENT], 0])
-    assert not np.any(known.parts[PROGRESSIVE, open_ways, 0])
-    assert len(open_ways)
 
 
 def test_a_store_keeps_what_is_there_or_makes_it_finer(known: Configurations) -> None:

@@ -212,32 +212,22 @@ def test_a_second_copy_goes_down_where_there_is_room(rate: float, below: list[st
     assert [name for name in names if known.stored[step, 1] == 1 / ratio(known, name)] == below
 
 
-def test_what_is_read_near_is_read_near_at_less_bytes_first() -> None:
-    """A plain copy near loses least where the small one from below takes its place."""
-    known = Configurations(FORMS, RATES)
-    below = known.named(1, "kvtc9")
-    both = np.array([known.named(0, "int8") + below])
-    steps = known.relief(0, both)
-    price = np.array([0.0, 1e-9])
-    loss, freed = losses(known, price, 0, np.array([0.01]), np.array([DENSITY]), both, steps)
-    step = int(loss[0].argmin())
-    assert steps[0, step] == known.named(0, "kvtc9") + below
-    saved = known.seconds[known.named(0, "kvtc9")] - known.seconds[both[0]]
-    assert freed[0, step] == pytest.approx(1 / 1.88 - 1 / 9)
-    assert loss[0, step] == pytest.approx(0.01 * saved / freed[0, step])
-
-
-def test_what_comes_up_is_written() -> None:
-    """Fewer bytes in a tier are no sign that nothing was written to it."""
-    service = Service(EvicPress(FORMS, RATES, [int(100 * BLOCK), int(100 * BLOCK)]))
-    service.ask([0, 1])
-    policy, known = service.policy, service.policy.configurations
-    rows, below = np.array([0]), known.named(1, "kvtc9")
-    policy._change(rows, np.array([known.named(0, "int8") + below]))
-    before = policy.written.copy()
-    policy._change(rows, np.array([known.named(0, "kvtc9") + below]))
-    assert (policy.written - before).tolist() == pytest.approx([2 * BLOCK / 9, 0.0])
-    service.check()
+def test_of_a_pair_near_the_progressive_copy_stays() -> None:
+    """Eight chats in turn, room near for two as they are: what is big goes, what is small stays."""
+    policy = EvicPress(FORMS, RATES, [int(16 * BLOCK), int(30 * BLOCK)])
+    service, known, segments = Service(policy), policy.configurations, policy.segments
+    plain, small = known.has[:, :, 0]
+    pairs = gave_up = 0
+    for turn in range(400):
+        before = segments.configuration[: segments.count].copy()
+        one = int(np.random.default_rng(turn).integers(8))
+        service.ask(list(range(100 * one, 100 * one + 10 + turn // 40)), pause=5.0)
+        pair = plain[before] & small[before]
+        after = segments.configuration[: len(before)][pair]
+        pairs += int(pair.sum())
+        gave_up += int(np.count_nonzero(~plain[after]))
+        assert not np.any(plain[after] & ~small[after])
+    assert pairs > gave_up > 20
 
 
 def ratio(known: Configurations, name: str) -> float:

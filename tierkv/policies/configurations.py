@@ -70,9 +70,9 @@ class Configurations:
     Attributes:
         seconds: float64 by number: seconds to load a raw byte from the best copy; infinity for 0.
         stored: float64 (numbers, tiers): stored bytes in each tier for a raw byte.
-        parts: float64 (2, numbers, tiers): those of plain copies, those of progressive ones.
         source: int64 (numbers, 2): tier of the best copy and its place in `forms`.
         progressive: bool by number: whether there is a progressive copy.
+        has: bool (2, numbers, tiers): whether a tier has a plain copy, whether a progressive one.
         kl: float64 by number: loss of the coarsest copy, in nats.
     """
 
@@ -106,24 +106,24 @@ class Configurations:
 
     def _describe(self, count: int, copy_s: npt.NDArray[np.float64]) -> None:
         self.seconds = np.full(count, np.inf)
-        self.parts = np.zeros((2, count, self.tiers))
+        self.stored = np.zeros((count, self.tiers))
+        self.has = np.zeros((2, count, self.tiers), np.bool_)
         self.source = np.full((count, 2), ABSENT, np.int64)
-        self.progressive = np.zeros(count, np.bool_)
         self.kl = np.zeros(count)
         numbers = np.arange(count)
         for slot, (radix, weight) in enumerate(zip(self._radix, self._weights, strict=True)):
             tier, family = divmod(slot, 2)
             digit = numbers // weight % radix
-            self.progressive |= (digit > 0) & (family == PROGRESSIVE)
+            self.has[family, :, tier] = digit > 0
             for place, form in enumerate(self.families[family]):
                 index = place + family * len(self.families[PLAIN])
                 here = digit == place + 1
-                self.parts[family, here, tier] = 1 / form.ratio
+                self.stored[here, tier] += 1 / form.ratio
                 self.kl[here] = np.maximum(self.kl[here], form.kl)
                 better = here & (copy_s[tier, index] < self.seconds)
                 self.seconds[better] = copy_s[tier, index]
                 self.source[better] = tier, index
-        self.stored = self.parts.sum(axis=0)
+        self.progressive = self.has[PROGRESSIVE].any(axis=1)
 
     def digits(self, number: int) -> list[int]:
         """Return the digits, by tier and in it plain before progressive."""
@@ -149,8 +149,7 @@ class Configurations:
 
         A copy there is moved to a lower tier as it is, dropped, made coarser in place, or moved
         coarser. Coarser is made by truncation, or of an exact copy, which becomes progressive where
-        somebody encodes on the way down. Where a plain copy leaves, a progressive one from below
-        may come up in its place.
+        somebody encodes on the way down.
         """
         return self._relief[tier].of(numbers, lambda number: self._relieved(tier, number))
 
@@ -165,7 +164,6 @@ class Configurations:
 
     def _most_relief(self) -> int:
         more = (self.tiers - 1) * len(self.families[PROGRESSIVE]) * self._encodes_down
-        more += self.tiers * bool(self.families[PROGRESSIVE])
         return more + sum(
             1 + max(0, len(forms) - 1) + (self.tiers - 1) * len(forms) for forms in self.families
         )
@@ -183,23 +181,14 @@ class Configurations:
                 continue
             free = family == PROGRESSIVE or forms[digit - 1].exact
             without = number - digit * self._weights[slot]
-            leaves = [*self._lowered(digits, slot + 2, digit, without), without]
-            yield from leaves
-            if family == PLAIN:
-                yield from self._instead(digits, tier, leaves)
+            yield from self._lowered(digits, slot + 2, digit, without)
+            yield without
             for new in range(digit + 1, len(forms) + 1) if free else ():
                 yield without + new * self._weights[slot]
                 yield from self._lowered(digits, slot + 2, new, without)
             if self._encodes_down and family == PLAIN and free:
                 for new in range(1, len(self.families[PROGRESSIVE]) + 1):
                     yield from self._lowered(digits, slot + 3, new, without)
-
-    def _instead(self, digits: Sequence[int], tier: int, leaves: Sequence[int]) -> Iterator[int]:
-        """Yield what a plain copy leaves when the coarsest progressive one below comes up."""
-        up = max(digits[2 * (tier + 1) + PROGRESSIVE :: 2], default=0)
-        if up and not digits[2 * tier + PROGRESSIVE]:
-            for left in leaves:
-                yield left + up * self._weights[2 * tier + PROGRESSIVE]
 
     def _lowered(self, digits: Sequence[int], first: int, new: int, without: int) -> Iterator[int]:
         """Yield what a copy leaves that moves to each slot from `first` on with none as fine."""

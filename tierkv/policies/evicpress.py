@@ -288,6 +288,9 @@ class EvicPress:
             return np.zeros_like(rows), np.where(inner, np.inf, 0.0), freed
         steps = known.relief(tier, current)
         barred = (steps == 0) & inner[:, None]
+        # Of a pair the progressive copy loses nothing now: it is what is near when the plain goes.
+        plain, small = known.has[:, :, tier]
+        barred |= (plain & small)[current][:, None] & ~small[steps]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
         if self._floors or self._second_sight:
@@ -339,9 +342,9 @@ class EvicPress:
         segments, known = self.segments, self.configurations
         before = segments.configuration[rows]
         nbytes = segments.nbytes[rows][:, None]
-        change = (known.parts[:, after] - known.parts[:, before]) * nbytes
-        self.used += change.sum(axis=(0, 1))
-        self.written += np.maximum(change, 0).sum(axis=(0, 1))
+        change = (known.stored[after] - known.stored[before]) * nbytes
+        self.used += change.sum(axis=0)
+        self.written += np.maximum(change, 0).sum(axis=0)
         segments.configuration[rows] = after
         segments.gained(rows[(before == 0) & (after != 0)])
         lost = rows[(before != 0) & (after == 0)]

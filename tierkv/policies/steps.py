@@ -102,10 +102,8 @@ class Steps:
         barred |= self._double[steps]
         plain, here = self._digit[tier, PLAIN], self._digit[tier].sum(axis=0)
         barred |= (plain[steps] != plain[now]) & (plain[steps] > 0)
-        small = self._digit[tier, PROGRESSIVE]
-        # Nothing is brought up to make room.
-        barred |= (small[now] == 0) & (small[steps] > 0)
         # Of a pair the progressive copy loses nothing now: it is what remains of both later.
+        small = self._digit[tier, PROGRESSIVE]
         barred |= (plain[now] > 0) & (small[now] > 0) & (self._smallest[steps] == 0)
         lower = np.zeros(steps.shape, np.bool_)
         for other in range(tier + 1, self._tiers):
