@@ -212,24 +212,6 @@ def test_a_second_copy_goes_down_where_there_is_room(rate: float, below: list[st
     assert [name for name in names if known.stored[step, 1] == 1 / ratio(known, name)] == below
 
 
-def test_of_a_pair_near_the_progressive_copy_stays() -> None:
-    """Eight chats in turn, room near for two as they are: what is big goes, what is small stays."""
-    policy = EvicPress(FORMS, RATES, [int(16 * BLOCK), int(30 * BLOCK)])
-    service, known, segments = Service(policy), policy.configurations, policy.segments
-    plain, small = known.has[:, :, 0]
-    pairs = gave_up = 0
-    for turn in range(400):
-        before = segments.configuration[: segments.count].copy()
-        one = int(np.random.default_rng(turn).integers(8))
-        service.ask(list(range(100 * one, 100 * one + 10 + turn // 40)), pause=5.0)
-        pair = plain[before] & small[before]
-        after = segments.configuration[: len(before)][pair]
-        pairs += int(pair.sum())
-        gave_up += int(np.count_nonzero(~plain[after]))
-        assert not np.any(plain[after] & ~small[after])
-    assert pairs > gave_up > 20
-
-
 def ratio(known: Configurations, name: str) -> float:
     return next(form.ratio for form in known.forms if form.name == name)
 

@@ -72,7 +72,6 @@ class Configurations:
         stored: float64 (numbers, tiers): stored bytes in each tier for a raw byte.
         source: int64 (numbers, 2): tier of the best copy and its place in `forms`.
         progressive: bool by number: whether there is a progressive copy.
-        has: bool (2, numbers, tiers): whether a tier has a plain copy, whether a progressive one.
         kl: float64 by number: loss of the coarsest copy, in nats.
     """
 
@@ -107,14 +106,14 @@ class Configurations:
     def _describe(self, count: int, copy_s: npt.NDArray[np.float64]) -> None:
         self.seconds = np.full(count, np.inf)
         self.stored = np.zeros((count, self.tiers))
-        self.has = np.zeros((2, count, self.tiers), np.bool_)
         self.source = np.full((count, 2), ABSENT, np.int64)
+        self.progressive = np.zeros(count, np.bool_)
         self.kl = np.zeros(count)
         numbers = np.arange(count)
         for slot, (radix, weight) in enumerate(zip(self._radix, self._weights, strict=True)):
             tier, family = divmod(slot, 2)
             digit = numbers // weight % radix
-            self.has[family, :, tier] = digit > 0
+            self.progressive |= (digit > 0) & (family == PROGRESSIVE)
             for place, form in enumerate(self.families[family]):
                 index = place + family * len(self.families[PLAIN])
                 here = digit == place + 1
@@ -123,7 +122,6 @@ class Configurations:
                 better = here & (copy_s[tier, index] < self.seconds)
                 self.seconds[better] = copy_s[tier, index]
                 self.source[better] = tier, index
-        self.progressive = self.has[PROGRESSIVE].any(axis=1)
 
     def digits(self, number: int) -> list[int]:
         """Return the digits, by tier and in it plain before progressive."""

@@ -288,9 +288,6 @@ class EvicPress:
             return np.zeros_like(rows), np.where(inner, np.inf, 0.0), freed
         steps = known.relief(tier, current)
         barred = (steps == 0) & inner[:, None]
-        # Of a pair the progressive copy loses nothing now: it is what is near when the plain goes.
-        plain, small = known.has[:, :, tier]
-        barred |= (plain & small)[current][:, None] & ~small[steps]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
         if self._floors or self._second_sight:
