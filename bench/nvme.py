@@ -26,7 +26,6 @@ from bench.engine import MIB, RING_BYTES, chain, disk_folder, ring
 from bench.rows import Row, rows_of
 from bench.timing import Run, take_turns
 from tierkv import frame
-from tierkv.cache import READ_THREADS
 from tierkv.calls import FlushCall
 from tierkv.fidelity import Fidelity
 from tierkv.part import Part
@@ -96,7 +95,7 @@ class Tier:
         self.back = Frames(block_bytes, seed + 1)
         self._written: list[Item] = []
         self._seeds = itertools.count(seed)
-        self._reads = ThreadPoolExecutor(READ_THREADS)
+        self._reads = ThreadPoolExecutor(NvmeTier.batch.threads)
         self._seals = ThreadPoolExecutor(1)
 
     def put(self) -> float:
@@ -163,7 +162,7 @@ def raw(out: Frames, back: Frames) -> Iterator[tuple[Run, Run]]:
     block_bytes = out.block_bytes
     with (
         tempfile.NamedTemporaryFile(dir=disk_folder()) as file,
-        ThreadPoolExecutor(READ_THREADS) as pool,
+        ThreadPoolExecutor(NvmeTier.batch.threads) as pool,
     ):
         os.posix_fallocate(file.fileno(), 0, LOG_BYTES)
         fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)

@@ -29,7 +29,6 @@ from bench.engine import MIB, RING_BYTES, free_port
 from bench.nvme import Frames, write_behind
 from bench.rows import Row, rows_of
 from bench.timing import Run, take_turns
-from tierkv.cache import READ_THREADS
 from tierkv.stages import read_jobs
 from tierkv.tier import Item, Status
 from tierkv.tiers.redis import RedisSettings, RedisTier
@@ -138,7 +137,7 @@ class Tier:
         self._frames, self._back = frames, back
         self._seed = 0
         self._written: list[Item] = []
-        self._pool = ThreadPoolExecutor(READ_THREADS)
+        self._pool = ThreadPoolExecutor(self._tier.batch.threads)
         self._seals = ThreadPoolExecutor(1)
 
     def put(self) -> float:

@@ -48,9 +48,6 @@ from tierkv.tiers.nvme import NvmeTier
 from tierkv.tiers.redis import RedisTier
 from tierkv.write_behind import WriteBehind
 
-READ_THREADS = 6
-"""More than keep a disk busy: some verify what they have read meanwhile."""
-
 
 class TierKV:
     """A store over host RAM and the lower tiers given, fastest first."""
@@ -110,7 +107,7 @@ class TierKV:
                 lower.append(RedisTier(settings.redis))
                 undo.callback(lower[-1].close)
             for tier in lower:
-                lanes |= {f"{tier.name}-read": READ_THREADS, lane(tier): 1}
+                lanes |= {f"{tier.name}-read": tier.batch.threads, lane(tier): 1}
                 lanes |= {f"{tier.name}-seal": 1, f"{tier.name}-write": 1}
             host = HostTier(settings.host)
             undo.callback(host.close)

@@ -102,10 +102,14 @@ class Item(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one call to `read` is given: at most so many frames, none more from so many bytes on."""
+    """What one call to `read` is given: at most so many frames, none more from so many bytes on.
+
+    `threads`: how many such calls are made at once.
+    """
 
     frames: int
     nbytes: int
+    threads: int = 6
 
 
 class Space(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 
 from tierkv.errors import ErrorKind, TierKVError
 from tierkv.tiers.endpoint import Endpoint
-from tierkv.tiers.redis import RedisSettings, RedisTier
+from tierkv.tiers.redis import SLOWEST_BYTES_PER_S, RedisSettings, RedisTier
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,14 @@ def test_a_tls_file_that_is_not_there_is_named_by_its_setting() -> None:
 def test_a_setting_that_cannot_work_is_refused(name: str) -> None:
     with pytest.raises(TierKVError, match=name):
         RedisSettings(url="redis://127.0.0.1", **{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("connections", [1, 2, 8])
+def test_no_call_waits_past_its_deadline_for_those_before_it(connections: int) -> None:
+    """On a network of half a gigabit; all calls share what it carries."""
+    settings = RedisSettings(url="redis://127.0.0.1:1", connections=connections)
+    tier, carried = RedisTier(settings), 64 << 20
+    threads, nbytes = tier.batch.threads, tier.batch.nbytes
+    tier.close()
+    assert threads == connections + 1, "the next call is at hand when one ends"
+    assert threads * nbytes / carried <= settings.timeout_s + nbytes / SLOWEST_BYTES_PER_S

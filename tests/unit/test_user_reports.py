@@ -10,14 +10,13 @@ import pytest
 from tests.memory_tier import MemoryTier
 from tests.stores import BLOCK, ONE, PAGE, TWO, Direct, Rig, chain, fill, payload_of
 from tierkv import calls
-from tierkv.cache import READ_THREADS
 from tierkv.executor import Threads
 from tierkv.part import Part
 from tierkv.reservation import Reservation
 
 LANES = {
-    "control": 2, "touch": 1, "host-probe": 1, "nvme-read": READ_THREADS, "nvme-seal": 1,
-    "nvme-write": 1, "nvme-probe": 1,
+    "control": 2, "touch": 1, "host-probe": 1, "nvme-read": MemoryTier.batch.threads,
+    "nvme-seal": 1, "nvme-write": 1, "nvme-probe": 1,
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class NvmeTier:
     durable = True
     granule = ALIGN
     batch = Batch(4, 8 << 20)
-    """The next thread reads while this one verifies."""
+    """More threads than keep a disk busy: some verify what they have read meanwhile."""
 
     def __init__(self, settings: NvmeSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

@@ -61,8 +61,6 @@ class RedisTier:
     name = "redis"
     durable = True
     granule = 1
-    batch = Batch(512, 64 << 20)
-    """A call costs about a millisecond in which the connection carries nothing."""
 
     def __init__(
         self,
@@ -73,6 +71,10 @@ class RedisTier:
     ) -> None:
         """Connect to nothing yet. Raises: TierKVError when redis-py or a TLS file is missing."""
         self._settings = settings
+        # A call costs about a millisecond in which its connection carries nothing. One waits for
+        # them; more would wait so long where the network is slow that their deadlines pass.
+        connections = settings.connections
+        self.batch = Batch(512, (64 << 20) // connections, connections + 1)
         self._endpoint = Endpoint.parse(settings.url)
         self._prefix = f"{settings.prefix}:{FORMAT_MAJOR}:".encode()
         self._control = Control(settings, self._prefix)
