@@ -48,7 +48,7 @@ def calibrated(copies: dict[bytes, tuple[Copy, ...]], tier: str) -> list[str]:
     return [one.profile for one in every if PROFILES[one.profile].levels]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("process", [CUTTING], indirect=True, ids=["cutting"])
 def test_exact_blocks_go_down_as_kvtc_are_cut_there_and_come_back(process: Process) -> None:
     """Only kvtc@4x is encoded: what is coarser was cut."""
@@ -66,7 +66,7 @@ def test_exact_blocks_go_down_as_kvtc_are_cut_there_and_come_back(process: Proce
     assert profiles & set(KVTC_NAMES), "nothing of it was found again"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_evicpress_sends_down_the_coarsest_level_that_readers_allow(process: Process) -> None:
     live = Live(process.path, "raw")
     press(live, "encoded", "demoted", "promoted")
@@ -74,7 +74,7 @@ def test_evicpress_sends_down_the_coarsest_level_that_readers_allow(process: Pro
     assert not live.count("moves_refused")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_worker_that_is_killed_over_kvtc_costs_no_bytes(process: Process) -> None:
     live = Live(process.path, "raw")
     press(live, "encoded", more=1)
@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_over_kvtc_costs_no_bytes(process: Process) -> N
     accounted(process, live)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_artifact_that_changed_is_refused_and_counted(process: Process, tmp_path: Path) -> None:
     (tmp_path / "a.kvtc").write_bytes(packed(artifact(RATIOS), weights="others"))
     live = Live(process.path, "raw")

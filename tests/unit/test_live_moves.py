@@ -63,7 +63,7 @@ def ask(live: Live, session: int) -> None:
     live.put(keys, live.puts[session % len(live.puts)])
 
 
-def press(live: Live, *names: str, more: int = 3, timeout_s: float = 100.0) -> float:
+def press(live: Live, *names: str, more: int = 3, timeout_s: float = 240.0) -> float:
     """Ask for chains, some much more often than others, until all of this has happened.
 
     Chains that nobody asked for come in all the time. Returns: the seconds of the slowest question.
@@ -94,7 +94,7 @@ def still(live: Live, timeout_s: float = 60.0) -> tuple[StoreStat, Copies]:
         assert time.monotonic() < end, "copies never stand still"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_leaves_ram_comes_back_and_every_byte_is_accounted_for(process: Process) -> None:
     live = Live(process.path, *PUTS)
     press(live, "encoded", "demoted", "downgraded", "promoted")
@@ -185,7 +185,7 @@ def prefix_bytes(log: Path, row: np.void, one: Copy) -> int:
     return header.header_bytes + sum(header.segments[:count])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_worker_that_hangs_delays_nobody_and_is_replaced(process: Process) -> None:
     live = Live(process.path, *PUTS)
     press(live, "encoded")
