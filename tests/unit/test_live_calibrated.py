@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from tests.kvtc_rigs import artifact, packed
 from tests.live import Live
@@ -41,6 +42,15 @@ def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]
     one.start(before=BEFORE + getattr(request, "param", ""))
     yield one
     one.kill()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the worker has: on some CPUs the last bit of a product depends on the count."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def calibrated(copies: dict[bytes, tuple[Copy, ...]], tier: str) -> list[str]:
