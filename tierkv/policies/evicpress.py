@@ -86,8 +86,8 @@ class EvicPress:
         self.reuse = reuse or Reuse()
         self.segments = self.reuse.segments
         self._second_sight = second_sight
-        self._floors = False
-        """Whether any segment bears less than every loss."""
+        self._bars = second_sight
+        """Whether any choice may be barred; some may from the first floor on."""
         only = self.configurations.stored.shape == (2, 1)
         self._views = Views(self.reuse, float(capacity[0])) if only else None
         """Where there is one way to keep a segment, so that what stays is all there is to say."""
@@ -152,7 +152,7 @@ class EvicPress:
         if closed:
             self.reuse.end(self.reuse.newest, now)
         if most_kl < np.inf:
-            self._floors = True
+            self._bars = True
             self.segments.most_kl[rows] = np.minimum(self.segments.most_kl[rows], most_kl)
         computed = np.arange(len(rows)) >= loaded
         self._store(now, rows, computed)
@@ -200,7 +200,7 @@ class EvicPress:
         """Return what each choice earns more than the current configuration, a second."""
         rate, density = self.rate(rows, now), self.segments.density[rows]
         gain = gains(self.configurations, self.price, rate, density, current, choices)
-        if self._floors or self._second_sight:
+        if self._bars:
             gain[self._barred(rows, current, choices)] = -np.inf
         return gain
 
@@ -290,7 +290,7 @@ class EvicPress:
         barred = (steps == 0) & inner[:, None]
         rate, density = self.rate(rows, now), segments.density[rows]
         loss, freed = losses(known, self.price, tier, rate, density, current, steps)
-        if self._floors or self._second_sight:
+        if self._bars:
             barred |= self._barred(rows, current, steps)
         loss[barred] = np.inf
         least = loss.argmin(axis=1)
