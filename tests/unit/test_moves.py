@@ -23,7 +23,6 @@ from tests.move_rigs import (
     cut_bytes,
     decoded,
     is_prefix,
-    logs,
     paged,
     used,
 )
@@ -40,17 +39,7 @@ from tierkv_codecs import CODECS, Place
 
 LEVELS = {name: profile.levels for name, profile in PROFILES.items() if profile.levels}
 
-
-@pytest.fixture(autouse=True)
-def always_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the policy be asked for demotions at every tick."""
-    monkeypatch.setattr(demotions, "LOW_WATER", 1.0)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Logs]:
-    with logs(tmp_path / "log") as make:
-        yield make
+pytestmark = pytest.mark.usefixtures("always_short")
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
 """Moves that may not be, or cannot: by the gate, for exact readers, of an unknown model."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.move_rigs import KEYS, NVME, Logs, MoveRig, gate_of, is_prefix, logs, used
+from tests.move_rigs import KEYS, NVME, Logs, MoveRig, gate_of, is_prefix, used
 from tests.stores import chain
-from tierkv import demotions, lineage
+from tierkv import lineage
 from tierkv.catalog import NONE
 from tierkv.codec import INT8, LOSSLESS, PROFILES, RAW
 from tierkv.fidelity import Fidelity
@@ -17,17 +14,7 @@ from tierkv.policies.steps import Steps
 from tierkv.tier import RAM
 from tierkv_codecs import CODECS
 
-
-@pytest.fixture(autouse=True)
-def always_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the policy be asked for demotions at every tick."""
-    monkeypatch.setattr(demotions, "LOW_WATER", 1.0)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Logs]:
-    with logs(tmp_path / "log") as make:
-        yield make
+pytestmark = pytest.mark.usefixtures("always_short")
 
 
 def test_what_the_gate_does_not_allow_is_not_made(opened: Logs) -> None:
